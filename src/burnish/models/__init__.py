@@ -1,0 +1,1 @@
+"""One decoder, described by a frozen ModelSpec; families/ holds what differs per family."""

@@ -1,0 +1,95 @@
+"""The decoder: one layer function, and a forward pass over packed rows that scans it.
+
+`layer` knows nothing about caches or masks: its caller passes `attend`, a function from (q, k, v) of this layer
+to the attention output, so that training (packed rows), prefill (packed rows, keys and values kept) and decoding
+(one token a row against a cache) share every other line. Norms, rope, softmax, logits are float32; matrix products
+run in `dtype` (the compute dtype).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from burnish.models.attention import packed_attention
+from burnish.models.params import Params
+from burnish.models.rope import apply_rope, rope_tables
+from burnish.models.spec import ModelSpec
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q (..., H, N), k (..., K, N), v (..., K, N)), rope applied -> (..., H, N)."""
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Zhang & Sennrich 2019 (arXiv:1910.07467), computed in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, in_axes: int = 1) -> jax.Array:
+    """x (..., *in) times weight (*in, *out), the product in x's dtype; `in_axes` counts the contracted axes."""
+    contract = (tuple(range(x.ndim - in_axes, x.ndim)), tuple(range(in_axes)))
+    y = jax.lax.dot_general(x, weight.astype(x.dtype), (contract, ((), ())))
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def layer(
+    spec: ModelSpec, p: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+) -> jax.Array:
+    """One decoder layer. x (..., D); p: this layer's arrays; rope: (cos, sin) each (..., N/2) float32."""
+    h = rms_norm(x, p["input_norm"], spec.rms_norm_eps)
+    q = apply_rope(linear(h, p["q_proj"], p.get("q_bias")), *rope)
+    k = apply_rope(linear(h, p["k_proj"], p.get("k_bias")), *rope)
+    v = linear(h, p["v_proj"], p.get("v_bias"))
+    x = x + linear(attend(q, k, v), p["o_proj"], p.get("o_bias"), in_axes=2)
+    h = rms_norm(x, p["post_attention_norm"], spec.rms_norm_eps)
+    gate = jax.nn.silu(linear(h, p["gate_proj"], p.get("gate_bias")))
+    return x + linear(gate * linear(h, p["up_proj"], p.get("up_bias")), p["down_proj"], p.get("down_bias"))
+
+
+def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """tokens (...) int32 -> (..., D) in `dtype`."""
+    return jnp.take(params["embed"], tokens, axis=0).astype(dtype)
+
+
+def unembed(params: Params, hidden: jax.Array) -> jax.Array:
+    """hidden (..., D) after the final norm -> logits (..., V) float32."""
+    head = params.get("lm_head", params["embed"])
+    return jax.lax.dot_general(
+        hidden,
+        head.astype(hidden.dtype),
+        (((hidden.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def forward(
+    spec: ModelSpec,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    branches: jax.Array | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    remat: Callable[[Callable], Callable] = lambda f: f,
+) -> jax.Array:
+    """Hidden states after the final norm, for rows that hold any packing of sequences.
+
+    tokens, positions, segments, branches: (B, T) int32. Token t attends to token s of its row where s <= t, their
+    segments are equal and not 0 (0 marks padding), and s's branch is 0 or t's own: a segment is a prompt (branch 0)
+    followed by its completions (branches 1..G), each seeing the prompt and itself. Left padding, right padding and
+    packing are all this one rule. Returns (B, T, D) in `dtype`; values at padding are finite and meaningless.
+    `remat` wraps the layer function (jax.checkpoint or the identity).
+    """
+    rope = rope_tables(spec, positions)
+    branches = jnp.zeros_like(segments) if branches is None else branches
+    attend = packed_attention(segments, branches)
+
+    def body(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+        return remat(lambda x, p: layer(spec, p, x, rope, attend))(x, p), None
+
+    x, _ = jax.lax.scan(body, embed(params, tokens, dtype), params["layers"])
+    return rms_norm(x, params["final_norm"], spec.rms_norm_eps)
