@@ -1,0 +1,48 @@
+# `make demo` and `make test` do everything on a fresh machine with python3 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO_DIR ?= runs/demo
+
+.PHONY: setup demo test lint types imports check docs tiny-model clean
+
+setup: $(READY)
+
+# A dot per package keeps the several minutes of a first installation from looking dead.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "burnish needs Python 3.11 to 3.13, this is %d.%d; try: make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (about 1 GB, a few minutes the first time) ..."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m burnish.cli.demo $(DEMO_DIR)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+# Writes the pages that are generated from the code.
+docs: $(READY)
+	$(BIN)/python -m burnish.config.reference docs/options.md
+
+# Pretrains the embedded model again, from a seed.
+tiny-model: $(READY)
+	$(BIN)/python -m burnish.data.tiny runs/tiny-base
+	$(BIN)/burnish sft recipes/tiny-model.yaml load_parameters_path=runs/tiny-base base_output_directory=runs run_name=tiny-model
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
