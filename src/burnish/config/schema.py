@@ -1,0 +1,240 @@
+"""The options of each command: RunConfig and its siblings, made of the groups in groups.py.
+
+Constructing one checks everything that can be known without touching a file, a network or a device. Values
+that depend on others (-1, null) are kept as given; `resolved_*` says what they come to.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from burnish.config.fields import AllOrCount, OneDevice, Options, option
+from burnish.config.groups import (
+    AlgorithmOptions,
+    ComputeOptions,
+    DataOptions,
+    DeviceOptions,
+    EngineOptions,
+    EvalSamplingOptions,
+    LengthOptions,
+    ModelOptions,
+    OptimizerOptions,
+    RewardStackOptions,
+    RLRunOptions,
+    RunOptions,
+    SamplingOptions,
+    TagOptions,
+    TrainComputeOptions,
+    TrainDataOptions,
+    TrainStepOptions,
+    WeightsOptions,
+    check_divides,
+)
+
+
+class CommandConfig(Options):
+    """What all commands' options have in common."""
+
+    def public_dump(self) -> dict[str, Any]:
+        """The options as JSON-able values, without secrets; the same class can be built from it again."""
+        return self.model_dump(mode="json", exclude={"hf_access_token"})
+
+
+class TrainingConfig(OptimizerOptions, TrainComputeOptions, TrainStepOptions):
+    """What the two training commands share: an optimizer that makes a known number of updates."""
+
+    @model_validator(mode="after")
+    def _schedule_lasts_the_run(self) -> Self:
+        if self.learning_rate_schedule_steps != -1 and self.learning_rate_schedule_steps < self.num_updates:
+            raise ValueError(
+                f"learning_rate_schedule_steps={self.learning_rate_schedule_steps} ends before the run's "
+                f"{self.num_updates} updates, the rest of which would train with learning rate 0; "
+                f"give -1 or at least {self.num_updates}"
+            )
+        return self
+
+    @property
+    def resolved_learning_rate_schedule_steps(self) -> int:
+        """Length of the learning-rate schedule in optimizer updates."""
+        return (
+            self.num_updates if self.learning_rate_schedule_steps == -1 else self.learning_rate_schedule_steps
+        )
+
+
+class RunConfig(
+    CommandConfig,
+    ModelOptions,
+    RLRunOptions,
+    TrainDataOptions,
+    LengthOptions,
+    TrainingConfig,
+    AlgorithmOptions,
+    SamplingOptions,
+    EngineOptions,
+    EvalSamplingOptions,
+    TagOptions,
+    RewardStackOptions,
+    DeviceOptions,
+):
+    """Options of train-rl."""
+
+    section: ClassVar[str] = "Steps"
+
+    rollout_micro_batch_size: AllOrCount = option(
+        -1, "Prompts whose completions are sampled at once; -1 is the whole batch", unit="prompts"
+    )
+
+    @model_validator(mode="after")
+    def _rollouts_fit_the_update(self) -> Self:
+        check_divides("rollout_micro_batch_size", self.rollout_micro_batch_size, self.batch_size)
+        if self.decode_sampling_temperature == 0 or self.decode_sampling_top_k == 1:
+            raise ValueError(
+                f"decode_sampling_temperature={self.decode_sampling_temperature:g} with "
+                f"decode_sampling_top_k={self.decode_sampling_top_k} samples the same completion for a whole "
+                "group, "
+                "so that no advantage is left; training needs a temperature above 0 and a top-k other than 1"
+            )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        return self.num_batches * self.rl.num_iterations
+
+    @property
+    def resolved_rollout_micro_batch_size(self) -> int:
+        """Prompts per micro-batch of the sampler."""
+        return self.batch_size if self.rollout_micro_batch_size == -1 else self.rollout_micro_batch_size
+
+    @property
+    def resolved_max_num_seqs(self) -> int:
+        """Completions decoded at the same time."""
+        return self.max_num_seqs or self.resolved_rollout_micro_batch_size * self.rl.num_generations
+
+
+class SFTConfig(
+    CommandConfig, ModelOptions, RunOptions, TrainDataOptions, LengthOptions, TrainingConfig, TagOptions
+):
+    """Options of sft."""
+
+    section: ClassVar[str] = "Fine-tuning"
+
+    random_init: bool = option(
+        False,
+        "Start from random weights: load_parameters_path then needs only config.json and the tokenizer's "
+        "files",
+    )
+    batch_size: int = option(8, "Examples per training step", unit="examples", ge=1)
+    num_batches: int = option(100, "Training steps", unit="steps", ge=1)
+    learning_rate: float = option(2e-5, "Peak learning rate", gt=0)
+    gradient_clipping_threshold: float = option(
+        1.0, "Largest global norm of the gradient, scaled down to it; 0 clips nothing", ge=0
+    )
+    log_period: int = option(
+        10, "Steps between lines in the terminal; metrics.jsonl has every step", unit="steps", ge=1
+    )
+
+
+class EvalConfig(
+    CommandConfig,
+    ModelOptions,
+    DataOptions,
+    LengthOptions,
+    EvalSamplingOptions,
+    EngineOptions,
+    ComputeOptions,
+    TagOptions,
+    RewardStackOptions,
+):
+    """Options of evaluate."""
+
+    num_test_batches: AllOrCount = option(
+        5,
+        "Evaluation batches, so that num_test_batches × eval_batch_size prompts are asked; -1 is the whole "
+        "split",
+        unit="batches",
+    )
+    eval_batch_size: int = option(16, "Prompts per evaluation batch", unit="prompts", ge=1)
+
+    @model_validator(mode="after")
+    def _files_are_given(self) -> Self:
+        if self.resolved_eval_dataset_name in ("json", "parquet") and not (
+            self.hf_eval_files or self.hf_train_files
+        ):
+            raise ValueError(
+                f"dataset_name={self.resolved_eval_dataset_name} needs hf_eval_files: the files to evaluate on"
+            )
+        return self
+
+    @property
+    def resolved_max_num_seqs(self) -> int:
+        """Completions decoded at the same time."""
+        return self.max_num_seqs or self.eval_batch_size * self.num_eval_passes
+
+
+class GenerateConfig(
+    CommandConfig, ModelOptions, LengthOptions, SamplingOptions, EngineOptions, ComputeOptions, TagOptions
+):
+    """Options of generate and chat."""
+
+    section: ClassVar[str] = "Prompts"
+
+    prompt: str | None = option(None, "The prompt")
+    prompts_file: str | None = option(None, "File of prompts: one a line, or JSONL with a field question")
+    chat: bool = option(
+        True, "Render each prompt as a user turn of the chat template; false passes it as it is"
+    )
+    data_template_path: str | None = option(
+        None,
+        "JSON file with SYSTEM_PROMPT and TEMPLATE to put each prompt into, by path or name of a built-in "
+        "one",
+    )
+    num_completions: int = option(1, "Completions per prompt", unit="completions", ge=1)
+    output_file: str | None = option(None, "JSONL file to write completions to", default_words="the terminal")
+
+    @model_validator(mode="after")
+    def _prompts_come_from_one_place(self) -> Self:
+        if self.prompt is not None and self.prompts_file is not None:
+            raise ValueError("prompt and prompts_file are both given; give one")
+        if self.data_template_path is not None and not self.chat:
+            raise ValueError(
+                "data_template_path makes a user turn, which chat=false leaves out; give one of the two"
+            )
+        return self
+
+
+class ExportConfig(CommandConfig, WeightsOptions):
+    """Options of to-huggingface."""
+
+    section: ClassVar[str] = "Export"
+
+    base_output_directory: str = option(
+        ..., "Directory to write the Hugging Face checkpoint to; made by the export"
+    )
+    weight_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Type of the written tensors", default_words="each tensor's type in the source checkpoint"
+    )
+    override_model_architecture: bool = option(
+        False, "Where model_name and the checkpoint disagree about the architecture, go by the checkpoint"
+    )
+    scan_layers: Annotated[bool, OneDevice((True,), "training checkpoints hold stacked layers")] = option(
+        True, "The checkpoint's layers are stacked"
+    )
+    use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
+        False, "Export the model's image and audio parts"
+    )
+    hardware: Annotated[Literal["cpu"], OneDevice(("cpu",), "the export runs on the CPU")] = option(
+        "cpu", "Where the export runs"
+    )
+    skip_jax_distributed_system: Annotated[bool, OneDevice((True,), "the export is one process")] = option(
+        True, "Run as one process, without starting JAX's distributed system"
+    )
+
+
+COMMANDS: dict[str, type[CommandConfig]] = {
+    "train-rl": RunConfig,
+    "sft": SFTConfig,
+    "evaluate": EvalConfig,
+    "generate": GenerateConfig,
+    "chat": GenerateConfig,
+    "to-huggingface": ExportConfig,
+}
