@@ -1,7 +1,8 @@
 """Attention over packed rows: the reference path, used for training and prefill on CPU.
 
-Grouped-query heads are never repeated in memory: the H/K query heads of a kv head are folded into its batch of
-queries. Masked scores are set to a large negative finite number, so a row that sees nothing stays finite.
+Grouped-query heads are never repeated in memory: the H/K query heads of a kv head are folded into its
+batch of queries. Masked scores are set to a large negative finite number, so a row that sees nothing stays
+finite.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,10 @@ def visibility(segments: jax.Array, branches: jax.Array) -> jax.Array:
 def packed_attention(
     segments: jax.Array, branches: jax.Array
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """The `attend` of a packed row: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N), softmax in float32."""
+    """The `attend` of a packed row: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N).
+
+    The softmax is float32.
+    """
     visible = visibility(segments, branches)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """The decoder: one layer function, and a forward pass over packed rows that scans it.
 
-`layer` knows nothing about caches or masks: its caller passes `attend`, a function from (q, k, v) of this layer
-to the attention output, so that training (packed rows), prefill (packed rows, keys and values kept) and decoding
-(one token a row against a cache) share every other line. Norms, rope, softmax, logits are float32; matrix products
-run in `dtype` (the compute dtype).
+`layer` knows nothing about caches or masks: its caller passes `attend`, a function from (q, k, v) of this
+layer to the attention output, so that training (packed rows), prefill (packed rows, keys and values kept)
+and decoding (one token a row against a cache) share every other line. Norms, rope, softmax, logits are
+float32; matrix products run in `dtype` (the compute dtype).
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, in_axes: int = 1) -> jax.Array:
-    """x (..., *in) times weight (*in, *out), the product in x's dtype; `in_axes` counts the contracted axes."""
+    """x (..., *in) times weight (*in, *out), in x's dtype; `in_axes` counts the contracted axes."""
     contract = (tuple(range(x.ndim - in_axes, x.ndim)), tuple(range(in_axes)))
     y = jax.lax.dot_general(x, weight.astype(x.dtype), (contract, ((), ())))
     return y if bias is None else y + bias.astype(x.dtype)
@@ -56,7 +56,7 @@ def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """hidden (..., D) after the final norm -> logits (..., V) float32."""
-    head = params.get("lm_head", params["embed"])
+    head = params["lm_head"] if "lm_head" in params else params["embed"]
     return jax.lax.dot_general(
         hidden,
         head.astype(hidden.dtype),
@@ -78,11 +78,11 @@ def forward(
 ) -> jax.Array:
     """Hidden states after the final norm, for rows that hold any packing of sequences.
 
-    tokens, positions, segments, branches: (B, T) int32. Token t attends to token s of its row where s <= t, their
-    segments are equal and not 0 (0 marks padding), and s's branch is 0 or t's own: a segment is a prompt (branch 0)
-    followed by its completions (branches 1..G), each seeing the prompt and itself. Left padding, right padding and
-    packing are all this one rule. Returns (B, T, D) in `dtype`; values at padding are finite and meaningless.
-    `remat` wraps the layer function (jax.checkpoint or the identity).
+    tokens, positions, segments, branches: (B, T) int32. Token t attends to token s of its row where s <=
+    t, their segments are equal and not 0 (0 marks padding), and s's branch is 0 or t's own: a segment is a
+    prompt (branch 0) followed by its completions (branches 1..G), each seeing the prompt and itself. Left
+    padding, right padding and packing are all this one rule. Returns (B, T, D) in `dtype`; values at
+    padding are finite and meaningless. `remat` wraps the layer function (jax.checkpoint or the identity).
     """
     rope = rope_tables(spec, positions)
     branches = jnp.zeros_like(segments) if branches is None else branches

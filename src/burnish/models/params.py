@@ -17,7 +17,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One array of the tree: its shape and the logical name of each axis (parallel/ maps names to mesh axes)."""
+    """One array of the tree: its shape and each axis's logical name (parallel/ maps names to mesh axes)."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -59,7 +59,8 @@ def param_infos(spec: ModelSpec) -> Params:
     tree: Params = {
         "embed": ParamInfo((V, D), ("vocab", "embed")),
         "layers": {
-            name: ParamInfo((L, *info.shape), ("layers", *info.axes)) for name, info in layer_infos(spec).items()
+            name: ParamInfo((L, *info.shape), ("layers", *info.axes))
+            for name, info in layer_infos(spec).items()
         },
         "final_norm": ParamInfo((D,), ("embed",)),
     }
@@ -69,11 +70,15 @@ def param_infos(spec: ModelSpec) -> Params:
 
 
 def init_params(spec: ModelSpec, key: jax.Array, dtype: Any = np.float32, std: float = 0.02) -> Params:
-    """Random parameters: norms one, biases zero, matrices normal(0, std) (GPT-2's initialisation), `o_proj` and
-    `down_proj` scaled by 1/sqrt(2L)."""
+    """Random parameters: norms one, biases zero, matrices normal(0, std) (GPT-2's initialisation),
+    `o_proj` and `down_proj` scaled by 1/sqrt(2L).
+    """
     infos = param_infos(spec)
     leaves, treedef = jax.tree.flatten(infos, is_leaf=lambda x: isinstance(x, ParamInfo))
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(infos, is_leaf=lambda x: isinstance(x, ParamInfo))]
+    paths = [
+        jax.tree_util.keystr(p)
+        for p, _ in jax.tree.leaves_with_path(infos, is_leaf=lambda x: isinstance(x, ParamInfo))
+    ]
     arrays = []
     for i, (path, info) in enumerate(zip(paths, leaves, strict=True)):
         if "norm" in path:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) in Hugging Face's half-split layout, with Llama 3.1's scaling."""
+"""Rotary position embedding (Su et al. 2021) in Hugging Face's half-split layout; Llama 3.1's scaling."""
 
 import math
 
@@ -16,7 +16,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
         freq = freq / rope.factor
     elif rope.kind == "llama3":
         wavelength = 2 * math.pi / freq
-        # 0 at wavelengths longer than original/low (fully scaled), 1 at shorter than original/high (untouched).
+        # 0 at wavelengths above original/low (fully scaled), 1 below original/high (untouched).
         keep = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
             rope.high_freq_factor - rope.low_freq_factor
         )
@@ -32,7 +32,7 @@ def rope_tables(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x (..., heads, N) by cos, sin (..., N/2): pairs are (i, i + N/2). Float32 inside, x's dtype out."""
+    """Rotate x (..., heads, N) by cos, sin (..., N/2): pairs are (i, i + N/2). Computed in float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -12,7 +12,8 @@ from typing import Literal
 class RopeSpec:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split layout.
 
-    `kind` "llama3" is the frequency-dependent scaling of Llama 3.1, "linear" divides every position by `factor`.
+    `kind` "llama3" is the frequency-dependent scaling of Llama 3.1, "linear" divides every position by
+    `factor`.
     """
 
     theta: float = 10_000.0
@@ -25,7 +26,9 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes use the project's alphabet: L layers, D width, H query heads, K kv heads, N head width, F mlp, V vocabulary."""
+    """Sizes use the project's alphabet: L layers, D width, H query heads, K kv heads, N head width, F mlp,
+    V vocabulary.
+    """
 
     family: str
     num_layers: int  # L

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face import, export and verification, and the training store."""

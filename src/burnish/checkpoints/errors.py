@@ -1,0 +1,7 @@
+"""What can be wrong with a checkpoint."""
+
+from burnish.config.errors import BurnishError
+
+
+class CheckpointError(BurnishError):
+    """A checkpoint is missing, incomplete, damaged or not what was asked for; the message names the part."""

@@ -1,0 +1,204 @@
+"""Hugging Face checkpoint -> parameter tree: headers are checked first, then one tensor at a time is
+copied into its place in preallocated stacked arrays, so that memory holds the result and one tensor more.
+
+Anything that does not fit exactly is an error that names the tensor and the file: nothing is skipped, cast
+from an unknown dtype, or left at a random value. Reads safetensors from a local directory; `resolve` gets
+one from the hub.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, iterate, list_tensors
+from burnish.models.families import (
+    TensorMapping,
+    buffer_values,
+    resolve_config,
+    spec_from_hf,
+    tensor_map,
+    tied_head_copy,
+)
+from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.models.spec import ModelSpec
+
+Progress = Callable[[str, int, int], None]
+"""(tensor just done, bytes done, bytes in all)."""
+
+# What a checkpoint needs besides weights: configs, tokenizer, chat template, licence. Model cards describe
+# the source, not what became of it, and stay behind.
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
+    """A local directory for a path or a hub id (`owner/name`), downloading weights, configs and tokenizer
+    if need be.
+
+    Raises CheckpointError that explains: no such directory, no such repository, gated, no network. The
+    token is handed to the hub and appears in no message.
+    """
+    local = Path(path_or_hub_id).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise CheckpointError(f"{local} is a file; give the directory that holds config.json and the weights")
+    if not _HUB_ID.fullmatch(path_or_hub_id):
+        raise CheckpointError(f"{path_or_hub_id} is no directory on this machine and no hub id (owner/name)")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    what = f"{path_or_hub_id} is no directory on this machine, and as a hub id"
+    hint = "set hf_access_token= or the environment variable HF_TOKEN"
+    try:
+        return Path(
+            snapshot_download(
+                path_or_hub_id,
+                token=token,
+                allow_patterns=["*.safetensors", *SIDE_FILES],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{what} it is gated: accept its licence on its hub page with your account, then {hint}"
+        ) from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(f"{what} it does not exist or is private; if it is private, {hint}") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise CheckpointError(
+            f"{what} it is not in the local cache and the hub cannot be reached; "
+            "check the network (or HF_HUB_OFFLINE), or give a local directory"
+        ) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no status"
+        raise CheckpointError(f"{what} its download failed: the hub answered {status}") from None
+    except OSError as error:
+        raise CheckpointError(f"{what} its download failed: {type(error).__name__}") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds {type(value).__name__}, an object is needed")
+    return value
+
+
+def read_config(directory: Path, model_name: str | None = None) -> dict[str, Any]:
+    """The directory's config.json, or the preset `model_name` where it has none. Raises ModelError where
+    both are there and describe different models.
+    """
+    file = directory / "config.json"
+    return resolve_config(model_name, read_json(file) if file.exists() else None, str(directory))
+
+
+def load_params(
+    directory: Path | str,
+    model_name: str | None = None,
+    dtype: Any = np.float32,
+    on_progress: Progress | None = None,
+) -> tuple[ModelSpec, Params]:
+    """(spec, NumPy parameter tree in `dtype`: float32 or bfloat16) of a Hugging Face checkpoint directory.
+
+    Raises ModelError when config.json cannot be honoured and CheckpointError naming the tensors and files
+    that are missing, unexpected, misshaped, of an unsupported dtype, truncated, or hold NaN or infinity.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    spec = spec_from_hf(read_config(directory, model_name))
+    stored = list_tensors(directory)
+    mappings = {m.name: m for m in tensor_map(spec)}
+    check_headers(directory, spec, stored)
+
+    params = _map_infos(lambda info: np.empty(info.shape, dtype), param_infos(spec))
+    total, done = sum(t.end - t.start for t in stored), 0
+    # A tied head can lie before the embeddings that it must equal, so what is no parameter is looked at last.
+    for tensor, array in iterate(sorted(stored, key=lambda t: t.name not in mappings)):
+        if tensor.name in mappings:
+            slot = mappings[tensor.name].slot(params)
+            with np.errstate(over="ignore"):
+                slot[...] = mappings[tensor.name].to_tree(array)
+            if not np.isfinite(slot).all():
+                raise CheckpointError(f"{tensor.file}: {tensor.name} holds NaN or infinity{_overflow(array)}")
+        else:
+            _check_extra(spec, params, tensor, array)
+        done += tensor.end - tensor.start
+        if on_progress is not None:
+            on_progress(tensor.name, done, total)
+    return spec, params
+
+
+def _map_infos(make: Callable[[ParamInfo], Any], tree: Any) -> Any:
+    if isinstance(tree, ParamInfo):
+        return make(tree)
+    return {key: _map_infos(make, child) for key, child in tree.items()}
+
+
+def _overflow(array: np.ndarray) -> str:
+    return " after the cast (it is finite in the file)" if np.isfinite(array).all() else ""
+
+
+def check_headers(directory: Path, spec: ModelSpec, stored: Sequence[StoredTensor]) -> None:
+    """Names, shapes and dtypes of a checkpoint against its spec, before any weight is read."""
+    expected = {m.name: m.hf_shape for m in tensor_map(spec)}
+    optional = tied_head_copy(spec)
+    if optional is not None:
+        expected[optional.name] = optional.hf_shape
+    names = [t.name for t in stored]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
+    required = [name for name in expected if optional is None or name != optional.name]
+    missing = [name for name in required if name not in set(names)]
+    if missing:
+        raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
+    for t in stored:
+        if t.name in expected and t.shape != expected[t.name]:
+            raise CheckpointError(
+                f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}"
+            )
+        if t.name in expected and t.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
+            )
+    extra = [t for t in stored if t.name not in expected and buffer_values(spec, t.name) is None]
+    if extra:
+        raise CheckpointError(
+            f"{extra[0].file}: tensors that config.json has no place for: {few([t.name for t in extra])}"
+        )
+
+
+def _check_extra(spec: ModelSpec, params: Params, tensor: StoredTensor, array: np.ndarray) -> None:
+    """Tensors that are no parameter must say the same as what they repeat."""
+    head: TensorMapping | None = tied_head_copy(spec)
+    if head is not None and tensor.name == head.name:
+        embed = head.slot(params)
+        if not np.array_equal(embed, array.astype(embed.dtype)):
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} differs from the embeddings, but config.json has "
+                "tie_word_embeddings true; one of the two is wrong"
+            )
+        return
+    # Saved in half precision by some; 1 % still tells one theta or scaling from another.
+    values = buffer_values(spec, tensor.name) or []
+    same = [v.shape == array.shape and np.allclose(array.astype(np.float32), v, rtol=1e-2) for v in values]
+    if not any(same):
+        raise CheckpointError(f"{tensor.file}: {tensor.name} differs from the rope settings of config.json")

@@ -1,0 +1,131 @@
+"""Is an exported directory the model that was trained? Checked on the files as they lie on disk.
+
+Names, shapes, dtypes and the index; every tensor against the parameters, bit by bit after the cast;
+config.json against the source's; and, because a right tensor under a wrong config is a wrong model, logits
+on a probe batch. Layers are read one at a time. Generation is not tried, and no other library is asked.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.hf_import import check_headers, read_json
+from burnish.checkpoints.safetensors_file import DTYPES, few, iterate, list_tensors, open_file
+from burnish.models.attention import packed_attention
+from burnish.models.decoder import embed, layer, rms_norm, unembed
+from burnish.models.families import TensorMapping, spec_from_hf, tensor_map, tied_head_copy
+from burnish.models.params import Params
+from burnish.models.rope import rope_tables
+from burnish.models.spec import ModelSpec
+
+LOGIT_TOLERANCE = {"F32": 1e-5, "F16": 1e-2, "BF16": 3e-2}
+"""Largest relative error of the probe's logits, ‖exported - trained‖ / ‖trained‖, by the coarsest dtype in
+the file: rounding to it is all that may differ (a 30-layer model: 0.002 and 0.007).
+"""
+
+
+def verify(
+    directory: Path | str,
+    spec: ModelSpec,
+    params: Params,
+    source_config: Path | str,
+    dtypes: Mapping[str, str],
+) -> float:
+    """Verify an export of `params`; `dtypes` has each tensor that must be there and its safetensors dtype.
+
+    Returns the relative error of the logits. Raises CheckpointError naming the tensor, file or field that
+    is wrong.
+    """
+    directory = Path(directory)
+    stored = list_tensors(directory)
+    check_headers(directory, spec, stored)
+    found = {t.name: t.dtype for t in stored}
+    for name in sorted(set(dtypes) | set(found)):
+        if dtypes.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{directory}: {name} is {found.get(name, 'not there')}, "
+                f"{dtypes.get(name, 'not there')} was asked for"
+            )
+    _verify_config(directory, spec, Path(source_config))
+
+    head = tied_head_copy(spec)
+    mappings = {m.name: m for m in tensor_map(spec) + ([] if head is None else [head])}
+    for tensor, array in iterate(stored):
+        want = (
+            mappings[tensor.name]
+            .to_hf(np.asarray(mappings[tensor.name].slot(params)))
+            .astype(DTYPES[tensor.dtype])
+        )
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{tensor.file}: {tensor.name} holds NaN or infinity")
+        if not np.array_equal(array, want):
+            worst = np.abs(array.astype(np.float32) - want.astype(np.float32)).max()
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} differs from the trained weights by up to {worst:.3g}"
+            )
+
+    files = {t.name: t.file for t in stored}
+
+    def from_file(mapping: TensorMapping) -> np.ndarray:
+        with open_file(files[mapping.name]) as get:
+            return mapping.to_tree(get(mapping.name))
+
+    exported_spec = spec_from_hf(read_json(directory / "config.json"))
+    exported = probe_logits(exported_spec, from_file)
+    trained = probe_logits(spec, lambda mapping: mapping.slot(params))
+    error = float(np.linalg.norm(exported - trained) / np.linalg.norm(trained))
+    tolerance = max(LOGIT_TOLERANCE[d] for d in found.values())
+    if not error <= tolerance:
+        raise CheckpointError(
+            f"{directory}: logits of the exported model differ from the trained model's by {error:.2g}, "
+            f"{tolerance:.2g} is allowed (relative), although each tensor is right"
+        )
+    return error
+
+
+def _verify_config(directory: Path, spec: ModelSpec, source_config: Path) -> None:
+    source, exported = read_json(source_config), read_json(directory / "config.json")
+    differ = [
+        field
+        for field in sorted(set(source) | set(exported))
+        if field not in ("torch_dtype", "dtype") and source.get(field) != exported.get(field)
+    ]
+    if differ:
+        raise CheckpointError(f"{directory / 'config.json'} differs from the source's in {few(differ)}")
+    if spec_from_hf(exported) != spec:
+        raise CheckpointError(f"{directory / 'config.json'} describes another model than was trained")
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer(spec: ModelSpec, p: Params, x: jax.Array, positions: jax.Array) -> jax.Array:
+    ones = jnp.ones_like(positions)
+    return layer(spec, p, x, rope_tables(spec, positions), packed_attention(ones, ones))
+
+
+def probe_logits(spec: ModelSpec, array_of: Callable[[TensorMapping], Any]) -> np.ndarray:
+    """Logits (2, 16, V) float32 of two fixed random sequences, one layer of weights in memory at a time.
+    `array_of` gives the tree's array for a tensor.
+    """
+    B, T = 2, 16
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, spec.vocab_size, (B, T)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    mappings = tensor_map(spec)
+
+    def read(keys: tuple[str, ...], index: int | None) -> Params:
+        return {
+            m.path[-1]: jnp.asarray(array_of(m), jnp.float32)
+            for m in mappings
+            if m.layer == index and (index is not None or m.path[0] in keys)
+        }
+
+    x = embed(read(("embed",), None), tokens, jnp.float32)
+    for i in range(spec.num_layers):
+        x = _layer(spec, read(("layers",), i), x, positions)
+    x = rms_norm(x, read(("final_norm",), None)["final_norm"], spec.rms_norm_eps)
+    return np.asarray(unembed(read(("embed", "lm_head"), None), x))

@@ -1,0 +1,7 @@
+"""What can be wrong with a model's description."""
+
+from burnish.config.errors import BurnishError
+
+
+class ModelError(BurnishError):
+    """A config.json asks for something that the decoder does not do, or disagrees with the named preset."""
