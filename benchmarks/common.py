@@ -36,19 +36,14 @@ def _machine_busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _own_cpu_seconds() -> float:
-    t = os.times()
-    return t.user + t.system + t.children_user + t.children_system
-
-
 @contextmanager
 def measured() -> Iterator[Usage]:
     """`with measured() as usage: …` fills `usage` at the end of the block."""
     usage = Usage()
-    wall, cpu, busy = time.perf_counter(), _own_cpu_seconds(), _machine_busy_seconds()
+    wall, cpu, busy = time.perf_counter(), time.process_time(), _machine_busy_seconds()
     yield usage
     usage.wall_s = time.perf_counter() - wall
-    usage.cpu_s = _own_cpu_seconds() - cpu
+    usage.cpu_s = time.process_time() - cpu
     others = _machine_busy_seconds() - busy - usage.cpu_s
     usage.others_cores = max(0.0, others / usage.wall_s)
 
@@ -101,7 +96,6 @@ def matmul_rate(size: int = 2048, repeats: int = 6) -> MatmulRate:
         return gflop / min(u.wall_s for u in usages[name])
 
     def cpu_rate(name: str) -> float:
-        # CPU clocks tick in 10 ms, so the sum over all repeats is the honest divisor.
         return gflop * repeats / sum(u.cpu_s for u in usages[name])
 
     return MatmulRate(wall_rate("numpy"), wall_rate("jax"), cpu_rate("numpy"), cpu_rate("jax"))
