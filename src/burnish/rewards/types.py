@@ -4,6 +4,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class RewardError(Exception):
+    """Rewards cannot be had: options that contradict each other, a user's reward file that is wrong, or too
+    many completions that could not be scored."""
+
+
 @dataclass(frozen=True)
 class RewardItem:
     """One completion to score, as text."""
@@ -22,8 +27,8 @@ class ScoreStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of one completion. `total` is the sum of `parts`; both are 0 where the status is not SCORED and
-    such a completion is left out of its group's statistics."""
+    """The reward of one completion. `total` is the sum of `parts`; both are 0 where the status is not
+    SCORED and such a completion is left out of its group's statistics."""
 
     total: float
     parts: dict[str, float]
