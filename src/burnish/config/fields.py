@@ -40,7 +40,7 @@ SECTIONS = (
 class Options(BaseModel):
     """Base of every group of options. `section` is the heading under which help and docs show its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
     section: ClassVar[str] = ""
 
 
@@ -136,7 +136,7 @@ class OptionInfo:
 
     @property
     def type_words(self) -> str:
-        """What a right value is, in words, with unit: "an integer of at least 1 (prompts)"."""
+        """What a right value is, in words, with unit: "integer, at least 1 (prompts)"."""
         device = self.single_device
         if device is not None and device.accepted:
             words = device.words
@@ -166,10 +166,13 @@ def is_bool(field: FieldInfo) -> bool:
     return bool in (field.annotation, *get_args(field.annotation))
 
 
-def is_container(field: FieldInfo) -> bool:
-    """Whether the value is a list or a mapping, which a command line writes as YAML or JSON."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return any(get_origin(kind) in (tuple, dict) for kind in kinds)
+def container_opening(field: FieldInfo) -> str:
+    """The character with which a command line opens the option's list or mapping as YAML; "" for a scalar."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        origin = get_origin(get_args(kind)[0] if get_origin(kind) is Annotated else kind)
+        if origin in (tuple, dict):
+            return "[" if origin is tuple else "{"
+    return ""
 
 
 def value_words(value: Any) -> str:
@@ -209,10 +212,10 @@ def _type_words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     if get_origin(annotation) is Literal:
         return " | ".join(value_words(value) for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "a list of texts"
+        return "list of texts"
     if get_origin(annotation) is dict:
-        return "a mapping"
-    noun = {bool: "true or false", int: "an integer", float: "a number", str: "a text", SecretStr: "a text"}[
+        return "mapping"
+    noun = {bool: "true or false", int: "integer", float: "number", str: "text", SecretStr: "text"}[
         annotation
     ]
     return f"{noun}, {limits}" if (limits := _limits_words(metadata)) else noun

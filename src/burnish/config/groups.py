@@ -280,18 +280,11 @@ class LengthOptions(Options):
         return self
 
 
-class EngineOptions(Options):
-    section: ClassVar[str] = "Engine"
+class StopOptions(Options):
+    section: ClassVar[str] = "Sampling"
 
     stop_strings: TextList | None = option(
         None, "Texts that end a completion, besides the model's own stop tokens"
-    )
-    max_num_seqs: int | None = option(
-        None,
-        "Completions decoded at the same time; fewer need less memory for keys and values",
-        unit="completions",
-        default_words="all of a micro-batch",
-        ge=1,
     )
 
     @model_validator(mode="after")
@@ -301,6 +294,18 @@ class EngineOptions(Options):
                 f"stop_strings={list(self.stop_strings)}: every stop string needs a character; null for none"
             )
         return self
+
+
+class EngineOptions(Options):
+    section: ClassVar[str] = "Engine"
+
+    max_num_seqs: int | None = option(
+        None,
+        "Completions decoded at the same time; fewer need less memory for keys and values",
+        unit="completions",
+        default_words="all that are asked for at once",
+        ge=1,
+    )
 
 
 class SamplingOptions(Options):

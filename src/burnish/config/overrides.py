@@ -1,8 +1,8 @@
-"""Reads a command line into a config: recipe files first, then key=value, --key=value, --key value or --flag.
+"""Reads a command line into a config: recipe files, then key=value, --key=value, --key value or --flag.
 
-Every value is taken as the text that was typed, in recipes too, and converted by the option's own type. So a run
-named 2024-01-01 stays a text, 2e-5 is a number, and YAML's older rules (dates, yes/no, base 60) never apply.
-Later values win; a key that no option has is an error that names the nearest ones.
+Every value is taken as the text that was typed, in recipes too, and converted by the option's own type. So a
+run named 2024-01-01 stays a text, 2e-5 is a number, and YAML's older rules (dates, base 60) never apply.
+Later values win, a command line over its recipes; an unknown key is an error that names the nearest ones.
 """
 
 import difflib
@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from burnish.config.errors import ConfigError
-from burnish.config.fields import OptionInfo, allows_none, is_bool, is_container, options_of, value_words
+from burnish.config.fields import OptionInfo, allows_none, container_opening, is_bool, options_of, value_words
 from burnish.config.schema import COMMANDS, CommandConfig
 
 Config = TypeVar("Config", bound=CommandConfig)
@@ -27,7 +27,7 @@ _NULL_TEXTS = {"", "null", "none", "~"}
 
 
 def load_config(cls: type[Config], args: Sequence[str]) -> Config:
-    """The config that `args` ask for. HF_TOKEN from the environment fills hf_access_token where it is not given.
+    """The config that `args` ask for. The environment's HF_TOKEN fills hf_access_token where it is not given.
 
     Raises ConfigError with one line per problem.
     """
@@ -133,7 +133,8 @@ def _converted(info: OptionInfo, value: Any) -> Any:
         return value
     if allows_none(info.field) and value.lower() in _NULL_TEXTS:
         return None
-    if is_container(info.field) and value[:1] in ("[", "{"):
+    opening = container_opening(info.field)
+    if opening and value.startswith(opening):
         return _parse_yaml(f"{info.name}={value}", value)
     return value
 
@@ -160,6 +161,9 @@ def _unknown(name: str, cls: type[CommandConfig], infos: Mapping[str, OptionInfo
         if other not in near and difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2]).ratio() > 0.8
     ]
     message = f"unknown option {name}"
+    if name in _GROUPS:
+        members = [other for other in infos if other.startswith(f"{name}.")]
+        return f"{name} is a group of options: {', '.join(members)}" if members else message
     if near:
         return f"{message}; nearest: {', '.join(near[:3])}"
     others = [command for command, other in COMMANDS.items() if other is not cls and name in _names(other)]
@@ -199,4 +203,4 @@ def _problem(kind: str, info: OptionInfo, given: Mapping[str, Any]) -> str:
     device = info.single_device
     if kind == "not_supported_yet" and device is not None:
         return f"{info.name}={value} is not supported yet ({device.why}); accepted: {device.words}"
-    return f"{info.name}={value} is not right: give {info.type_words}. {info.meaning}"
+    return f"{info.name}={value} is refused: expected {info.type_words}. {info.meaning}"

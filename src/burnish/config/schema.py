@@ -23,6 +23,7 @@ from burnish.config.groups import (
     RLRunOptions,
     RunOptions,
     SamplingOptions,
+    StopOptions,
     TagOptions,
     TrainComputeOptions,
     TrainDataOptions,
@@ -70,6 +71,7 @@ class RunConfig(
     TrainingConfig,
     AlgorithmOptions,
     SamplingOptions,
+    StopOptions,
     EngineOptions,
     EvalSamplingOptions,
     TagOptions,
@@ -140,6 +142,7 @@ class EvalConfig(
     DataOptions,
     LengthOptions,
     EvalSamplingOptions,
+    StopOptions,
     EngineOptions,
     ComputeOptions,
     TagOptions,
@@ -161,7 +164,7 @@ class EvalConfig(
             self.hf_eval_files or self.hf_train_files
         ):
             raise ValueError(
-                f"dataset_name={self.resolved_eval_dataset_name} needs hf_eval_files: the files to evaluate on"
+                f"dataset_name={self.resolved_eval_dataset_name} needs hf_eval_files, to evaluate on"
             )
         return self
 
@@ -171,10 +174,16 @@ class EvalConfig(
         return self.max_num_seqs or self.eval_batch_size * self.num_eval_passes
 
 
-class GenerateConfig(
-    CommandConfig, ModelOptions, LengthOptions, SamplingOptions, EngineOptions, ComputeOptions, TagOptions
-):
-    """Options of generate and chat."""
+class ChatConfig(CommandConfig, ModelOptions, LengthOptions, SamplingOptions, StopOptions, ComputeOptions):
+    """Options of chat."""
+
+    max_prefill_predict_length: int = option(
+        768, "Longest prompt, in a chat the whole conversation so far", unit="tokens", ge=1
+    )
+
+
+class GenerateConfig(ChatConfig, EngineOptions, TagOptions):
+    """Options of generate."""
 
     section: ClassVar[str] = "Prompts"
 
@@ -235,6 +244,6 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "sft": SFTConfig,
     "evaluate": EvalConfig,
     "generate": GenerateConfig,
-    "chat": GenerateConfig,
+    "chat": ChatConfig,
     "to-huggingface": ExportConfig,
 }

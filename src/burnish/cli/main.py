@@ -1,0 +1,194 @@
+"""The commands of `burnish`. Each reads its options and calls one function, imported only then.
+
+MaxText's spellings train_rl and to_huggingface are accepted too, so that its command lines run here with
+only the program's name changed. Errors that are the user's to fix end with one line and their own exit code;
+anything else shows its traceback.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from burnish import __version__
+from burnish.config.errors import BurnishError
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command is called, what it says of itself and what it runs. Its options are those that
+    config.schema.COMMANDS has under its name."""
+
+    name: str
+    summary: str
+    explanation: str
+    examples: tuple[str, ...]
+    function: str  # "module:function", taking the config
+    alias: str = ""
+
+
+COMMANDS = (
+    Command(
+        "train-rl",
+        "Train a model with GRPO on verifiable rewards.",
+        "Evaluates, trains on groups of scored completions, evaluates again; everything is written to "
+        "base_output_directory/run_name.",
+        (
+            "burnish train-rl load_parameters_path=meta-llama/Llama-3.2-1B-Instruct num_batches=50",
+            "burnish train-rl recipes/smollm2-gsm8k.yaml rl.num_generations=8 learning_rate=2e-6",
+            "burnish train-rl recipes/smollm2-gsm8k.yaml run_name=monday resume=true",
+        ),
+        "burnish.rl.train:train",
+        alias="train_rl",
+    ),
+    Command(
+        "sft",
+        "Fine-tune a model on questions and answers.",
+        "Cross-entropy on the answers only; prompts are read but not trained on.",
+        (
+            "burnish sft load_parameters_path=<checkpoint> dataset_name=json hf_train_files=train.jsonl",
+            "burnish sft load_parameters_path=<directory> random_init=true dataset_name=builtin",
+        ),
+        "burnish.rl.sft:sft",
+    ),
+    Command(
+        "evaluate",
+        "Measure a model on a data set: pass@K, maj@K or pass_at_1.",
+        "Samples completions for the evaluation split and scores them as training does.",
+        (
+            "burnish evaluate load_parameters_path=<checkpoint> num_test_batches=-1",
+            "burnish evaluate load_parameters_path=<checkpoint> eval_mode=maj num_eval_passes=8 "
+            "eval_sampling_strategy=standard",
+        ),
+        "burnish.rl.evaluate_command:evaluate",
+    ),
+    Command(
+        "generate",
+        "Complete prompts.",
+        "Prompts come from the command line or a file; completions go to the terminal or a JSONL file.",
+        (
+            'burnish generate load_parameters_path=<checkpoint> prompt="What is 7 times 8?"',
+            "burnish generate load_parameters_path=<checkpoint> prompts_file=in.txt output_file=out.jsonl",
+        ),
+        "burnish.rl.generate_command:generate",
+    ),
+    Command(
+        "chat",
+        "Talk to a model in the terminal.",
+        "The conversation goes through the tokenizer's chat template; an empty line or Ctrl-D ends it.",
+        (
+            "burnish chat load_parameters_path=<checkpoint>",
+            "burnish chat load_parameters_path=<checkpoint> decode_sampling_temperature=0",
+        ),
+        "burnish.rl.generate_command:chat",
+    ),
+    Command(
+        "to-huggingface",
+        "Export a checkpoint to a Hugging Face directory and verify it.",
+        "Keeps the source's own config, tokenizer and generation settings; written whole or not at all.",
+        (
+            "burnish to-huggingface load_parameters_path=runs/monday/checkpoints/actor/50/model_params "
+            "base_output_directory=exported",
+            "burnish to-huggingface load_parameters_path=<checkpoint> base_output_directory=exported "
+            "weight_dtype=bfloat16",
+        ),
+        "burnish.checkpoints.export_command:to_huggingface",
+        alias="to_huggingface",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A parsed command line; it runs after typer is done, so that typer's error handling stays out of it."""
+
+    command: Command
+    args: tuple[str, ...]
+
+    def run(self) -> None:
+        from burnish.config.overrides import load_config
+        from burnish.config.schema import COMMANDS as CONFIGS
+
+        config = load_config(CONFIGS[self.command.name], self.args)
+        module, _, function = self.command.function.partition(":")
+        getattr(importlib.import_module(module), function)(config)
+
+
+class OptionsCommand(TyperCommand):
+    """A command whose arguments are all left for load_config, and whose help lists the schema's options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        super().parse_args(ctx, [arg for arg in args if arg == "--help"])
+        ctx.args = list(args)
+        return ctx.args
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from burnish.cli.help import print_help
+
+        print_help(next(command for command in COMMANDS if self.name in (command.name, command.alias)))
+
+
+app = typer.Typer(
+    name="burnish",
+    help="Reinforcement-learning post-training for open-weight language models.\n\n"
+    "A Hugging Face checkpoint goes in, GRPO polishes it, a Hugging Face checkpoint comes out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"burnish {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def _add(command: Command) -> None:
+    def collect(ctx: typer.Context) -> None:
+        ctx.obj.append(Job(command, tuple(ctx.args)))
+
+    for name in filter(None, (command.name, command.alias)):
+        app.command(name, cls=OptionsCommand, help=command.summary, hidden=name == command.alias)(collect)
+
+
+for _command in COMMANDS:
+    _add(_command)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the program and exits: 0 done, 2 wrong options, 130 interrupted, or the error's own code."""
+    jobs: list[Job] = []
+    try:
+        app(args=argv, obj=jobs)
+    except SystemExit as exit_:
+        if exit_.code not in (0, None) or not jobs:
+            raise
+    try:
+        for job in jobs:
+            job.run()
+    except BurnishError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
