@@ -1,0 +1,72 @@
+"""Makes the reference arrays of tests/references/ with transformers and torch, which burnish itself never
+needs.
+
+    python tests/models/make_references.py [SmolLM2-135M-Instruct directory]
+
+Needs torch and transformers. With the directory, the references on real weights are made too.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from llama_variants import VARIANTS, probe_tokens, random_tensors, variant_config, write_checkpoint
+
+REFERENCES = Path(__file__).parents[1] / "references"
+
+SMOLLM2_TEXTS = (
+    "The quick brown fox jumps over the lazy dog. Then it",
+    "Question: Tom has 12 apples and buys 30 more. How many apples does he have?\nAnswer:",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+
+
+def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
+    """Logits (B, T, V) float32 of a checkpoint directory by transformers, eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    loose = info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]
+    if loose:
+        raise ValueError(f"{directory}: transformers does not take the checkpoint as it is: {info}")
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens).long()).logits.float().numpy()
+
+
+def variant_logits(name: str) -> np.ndarray:
+    """transformers' logits (48, V) of one tiny random variant on its probe."""
+    config = variant_config(name)
+    with tempfile.TemporaryDirectory() as tmp:
+        write_checkpoint(Path(tmp), config, random_tensors(config))
+        return transformers_logits(Path(tmp), probe_tokens(config))[0]
+
+
+def smollm2_references(directory: Path) -> dict[str, np.ndarray]:
+    """For each text: its ids, and at every position the ten highest logits and the log-sum-exp of all."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    arrays = {}
+    for i, text in enumerate(SMOLLM2_TEXTS):
+        ids = np.array(tokenizer(text)["input_ids"], np.int32)
+        logits = transformers_logits(directory, ids[None])[0]
+        top = np.argsort(-logits, axis=-1)[:, :10]
+        highest = logits.max(-1)
+        arrays[f"ids_{i}"] = ids
+        arrays[f"top_ids_{i}"] = top.astype(np.int32)
+        arrays[f"top_logits_{i}"] = np.take_along_axis(logits, top, -1)
+        arrays[f"logsumexp_{i}"] = highest + np.log(np.exp(logits - highest[:, None]).sum(-1))
+    return arrays
+
+
+if __name__ == "__main__":
+    REFERENCES.mkdir(exist_ok=True)
+    np.savez_compressed(
+        REFERENCES / "llama_variants.npz", **{name: variant_logits(name) for name in VARIANTS}
+    )
+    if len(sys.argv) > 1:
+        np.savez_compressed(REFERENCES / "smollm2_135m.npz", **smollm2_references(Path(sys.argv[1])))
