@@ -1,0 +1,1 @@
+"""Sources of questions and answers, prompt templates, tokenizers, a resumable Grain pipeline."""
