@@ -10,6 +10,7 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from burnish.observe.files import write_whole
@@ -49,26 +50,28 @@ def plot_rewards(
     FigureCanvasAgg(figure)
     reward, accuracy = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
 
-    _draw(reward, steps, _series(metrics, "reward/mean"), window, REWARD_COLOR, "reward in training")
+    _draw(reward, steps, _series(metrics, "reward/mean"), window, REWARD_COLOR, "mean reward")
     reward.set_ylabel("mean reward")
     _draw(accuracy, steps, _series(metrics, "accuracy"), window, ACCURACY_COLOR, "right answer in training")
     formats = _series(metrics, "format_accuracy")
     if np.isfinite(formats).any():
         _draw(accuracy, steps, formats, window, FORMAT_COLOR, "right format in training")
-    _mark_evaluations(accuracy, steps, accuracy_before, accuracy_after)
+    margin = max(1.0, 0.05 * (steps[-1] - steps[0]))
+    _mark_evaluations(accuracy, steps, margin, accuracy_before, accuracy_after)
     accuracy.set_ylabel("share of completions")
     accuracy.set_ylim(-0.03, 1.03)
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     accuracy.set_xlabel("training step")
-    accuracy.xaxis.set_major_locator(MaxNLocator(integer=True))
+    accuracy.set_xlim(steps[0] - 2.2 * margin, steps[-1] + 2.2 * margin)
+    accuracy.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    accuracy.legend(loc="lower right", framealpha=0.85, edgecolor="none", fontsize=9)
     for axes in (reward, accuracy):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="lower right", frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
     if title:
         figure.suptitle(title, fontsize=12)
     if window > 1:
-        note = f"thick: mean over {window} steps"
+        note = f"thin: each step, thick: mean over {window} steps"
         reward.text(0.01, 0.97, note, transform=reward.transAxes, va="top", fontsize=8, color="0.4")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
@@ -87,22 +90,24 @@ def _draw(axes: Axes, steps: np.ndarray, values: np.ndarray, window: int, color:
     axes.plot(steps, values, color=color, linewidth=2.2, label=label, marker="o" if len(steps) == 1 else None)
 
 
-def _mark_evaluations(axes: Axes, steps: np.ndarray, before: float | None, after: float | None) -> None:
-    margin = max(1.0, 0.03 * (steps[-1] - steps[0]))
+def _mark_evaluations(
+    axes: Axes, steps: np.ndarray, margin: float, before: float | None, after: float | None
+) -> None:
     label = "right answer in evaluation"
-    points = [(steps[0] - margin, before, "left"), (steps[-1] + margin, after, "right")]
-    for x, value, side in points:
+    for x, value in ((steps[0] - margin, before), (steps[-1] + margin, after)):
         if value is None:
             continue
-        axes.plot([x], [value], "D", color="black", markersize=7, zorder=5, label=label, clip_on=False)
+        axes.plot([x], [value], "D", color=ACCURACY_COLOR, mec="white", markersize=9, zorder=5, label=label)
         label = "_"  # one legend entry for both
-        above = value < 0.9
-        axes.annotate(
+        below = value > 0.12
+        text = axes.annotate(
             f"{100 * value:.1f} %",
             (x, value),
-            xytext=(0, 9 if above else -9),
+            xytext=(0, -9 if below else 9),
             textcoords="offset points",
-            ha=side,
-            va="bottom" if above else "top",
+            ha="center",
+            va="top" if below else "bottom",
             fontweight="bold",
+            zorder=6,
         )
+        text.set_path_effects([withStroke(linewidth=3, foreground="white")])

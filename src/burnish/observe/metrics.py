@@ -193,3 +193,7 @@ def read_metrics(path: epath.PathLike) -> list[dict[str, Any]]:
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(metrics_table(), end="")

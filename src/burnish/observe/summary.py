@@ -29,10 +29,6 @@ def write_summary(path: epath.PathLike, summary: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
-def read_summary(path: epath.PathLike) -> dict[str, Any]:
-    return json.loads(epath.Path(path).read_text())
-
-
 def print_final(
     figures: list[BeforeAfter],
     seconds: float,
