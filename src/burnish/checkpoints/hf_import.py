@@ -56,6 +56,7 @@ def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -83,6 +84,8 @@ def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
             f"{what} it is not in the local cache and the hub cannot be reached; "
             "check the network (or HF_HUB_OFFLINE), or give a local directory"
         ) from None
+    except HFValidationError:
+        raise CheckpointError(f"{what} it is not well formed (owner/name)") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no status"
         raise CheckpointError(f"{what} its download failed: the hub answered {status}") from None
