@@ -31,8 +31,8 @@ def eval_sampling(cfg: EvalSamplingOptions) -> EvalSampling:
 
 
 def describe_batch(cfg: RunConfig | SFTConfig, num_prompts: int | None = None) -> str:
-    """The batch arithmetic, one sentence a line. `num_prompts` is the number of usable training prompts,
-    where it is known already.
+    """The batch arithmetic, one sentence a line. `num_prompts` is the number of training prompts that fit, as
+    far as they have been read (at least as many as the run needs, or all).
 
     Raises ConfigError where the data does not last for num_batches: the run and its learning-rate schedule
     have the length that was asked for, or there is no run.
@@ -46,24 +46,30 @@ def describe_batch(cfg: RunConfig | SFTConfig, num_prompts: int | None = None) -
     )
     if num_prompts is not None:
         _check_data_lasts(cfg, num_prompts)
-        lines.append(f"Data: {_count(num_prompts, noun)}, gone through {asked / num_prompts:.2f} times.")
+        lines.append(
+            f"Data: {_count(num_prompts, noun)}, each prompt at most "
+            f"{_count(cfg.max_prefill_predict_length, 'token')}; {_count(cfg.num_epoch, 'pass')} at most."
+        )
     lines.append(_evaluation(cfg))
     return "\n".join(lines)
 
 
 def _check_data_lasts(cfg: RunConfig | SFTConfig, num_prompts: int) -> None:
-    """An incomplete last batch of a pass is not trained on."""
-    per_pass = num_prompts // cfg.batch_size
-    if per_pass == 0:
+    """Batches run across the ends of passes; an incomplete last batch is not trained on."""
+    if num_prompts == 0:
         raise ConfigError(
-            f"batch_size={cfg.batch_size} is more than the {num_prompts} prompts of the data that have at "
-            f"most max_prefill_predict_length={cfg.max_prefill_predict_length} tokens"
+            f"no prompt has at most max_prefill_predict_length={cfg.max_prefill_predict_length} tokens"
         )
-    if cfg.num_batches > per_pass * cfg.num_epoch:
+    asked, available = cfg.num_batches * cfg.batch_size, num_prompts * cfg.num_epoch
+    if asked > available:
+        fixes = [f"num_epoch={-(-asked // num_prompts)}"]
+        if available >= cfg.batch_size:
+            fixes.append(f"num_batches={available // cfg.batch_size}")
         raise ConfigError(
-            f"num_batches={cfg.num_batches} is more than the data has: {num_prompts} prompts make {per_pass} "
-            f"batches of batch_size={cfg.batch_size} in each of num_epoch={cfg.num_epoch} passes; give "
-            f"num_epoch={-(-cfg.num_batches // per_pass)} or num_batches={per_pass * cfg.num_epoch}"
+            f"num_batches={cfg.num_batches} of batch_size={cfg.batch_size} take {asked:,} prompts; "
+            f"num_epoch={cfg.num_epoch} of the {num_prompts:,} prompts that are not longer than "
+            f"max_prefill_predict_length={cfg.max_prefill_predict_length} gives {available:,}; "
+            f"give {' or '.join(fixes)}"
         )
 
 
@@ -94,7 +100,7 @@ def _step_of_rl(cfg: RunConfig) -> list[str]:
 def _step_of_sft(cfg: SFTConfig) -> list[str]:
     B, train = cfg.batch_size, cfg.resolved_train_micro_batch_size
     return [
-        f"Step: {_count(B, 'example')} of at most {_count(cfg.max_target_length, 'token')}, "
+        f"Step: {_count(B, 'example')} of at most {_count(cfg.max_target_length, 'token')}: "
         f"{_count(B * cfg.max_target_length, 'token')} at most.",
         f"Training: {_count(B // train, 'micro-batch')} of {_count(train, 'example')}, "
         "1 optimizer update a step.",
@@ -117,5 +123,5 @@ def _evaluation(cfg: RunConfig | SFTConfig) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
+    plural = noun + ("es" if noun.endswith(("ch", "ss")) else "s")
     return f"{number:,} {noun if number == 1 else plural}"

@@ -529,7 +529,8 @@ class RewardStackOptions(Options):
     )
     math_verify_timeout: float = option(
         120.0,
-        "Deadline for checking the answers of a batch; an answer not checked by then scores 0",
+        "Deadline for checking one answer, and for one call of a reward function; what is late scores 0 and "
+        "is counted",
         unit="seconds",
         gt=0,
     )

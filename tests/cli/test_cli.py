@@ -1,0 +1,143 @@
+"""The `burnish` program from outside: what it prints, how it exits, what it imports."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from burnish.cli.main import COMMANDS, main
+from burnish.config.errors import BurnishError
+from burnish.config.fields import options_of
+from burnish.config.schema import COMMANDS as CONFIGS
+
+HEAVY = ("jax", "transformers", "numpy", "datasets", "orbax", "grain", "pyarrow", "matplotlib")
+
+
+def exit_code(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(args))
+    return exit_.value.code or 0
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every command's function replaced by one that records its config."""
+    recorded = []
+    for command in COMMANDS:
+        module_name, _, function = command.function.partition(":")
+        module = sys.modules.get(module_name)
+        if module is None or not hasattr(module, "_recorder"):
+            module = types.ModuleType(module_name)
+            module._recorder = True  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module_name, module)
+        setattr(module, function, lambda config, name=command.name: recorded.append((name, config)))
+    return recorded
+
+
+def raising(monkeypatch, error: BaseException) -> None:
+    def fail(config):
+        raise error
+
+    module = types.ModuleType("burnish.rl.train")
+    module.train = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "burnish.rl.train", module)
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["train-rl", "--help"], ["to_huggingface", "--help"], ["--version"]]
+)
+def test_help_and_version_import_nothing_heavy(args):
+    script = (
+        "import sys\nfrom burnish.cli.main import main\n"
+        f"try: main({args!r})\nexcept SystemExit as e: assert not e.code, e.code\n"
+        f"heavy = [m for m in {HEAVY!r} if m in sys.modules]\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+
+def test_every_command_has_options_and_every_set_of_options_a_command():
+    assert {command.name for command in COMMANDS} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_lists_every_option_and_the_examples(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert exit_code(command.name, "--help") == 0
+    printed = capsys.readouterr().out
+    assert command.summary in printed
+    assert all(example in printed for example in command.examples)
+    assert all(f"\n{info.name} " in printed for info in options_of(CONFIGS[command.name]))
+
+
+def test_help_wins_over_options_before_and_after_it(capsys, calls):
+    assert exit_code("train-rl", "batch_size=0", "--help", "nonsense=1") == 0
+    assert "rl.num_generations" in capsys.readouterr().out
+    assert calls == []
+
+
+def test_the_programs_help_lists_each_command_once(capsys):
+    assert exit_code("--help") == 0
+    printed = capsys.readouterr().out
+    assert all(command.name in printed for command in COMMANDS)
+    assert "train_rl" not in printed
+
+
+def test_version(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out.startswith("burnish ")
+
+
+@pytest.mark.parametrize("spelling", ["train-rl", "train_rl"])
+def test_arguments_reach_the_commands_function_as_a_config(spelling, calls):
+    assert exit_code(spelling, "--batch_size", "4", "load_parameters_path=m", "--resume", "run_name=r") == 0
+    ((name, config),) = calls
+    assert name == "train-rl"
+    assert (config.batch_size, config.resume, config.run_name) == (4, True, "r")
+
+
+def test_every_command_calls_its_own_function(calls):
+    for command in COMMANDS:
+        export = ["base_output_directory=o"] if command.name == "to-huggingface" else []
+        for name in filter(None, (command.name, command.alias)):
+            assert exit_code(name, "load_parameters_path=m", *export) == 0
+            assert calls.pop()[0] == command.name
+
+
+def test_wrong_options_exit_with_two_and_no_traceback(capsys, calls):
+    assert exit_code("train-rl", "load_parameters_path=m", "batch_size=0", "num_batches=0") == 2
+    printed = capsys.readouterr()
+    assert [line.split("=")[0] for line in printed.err.splitlines()] == [
+        "error: batch_size",
+        "error: num_batches",
+    ]
+    assert printed.out == ""
+    assert calls == []
+
+
+def test_an_unknown_command_exits_with_two(capsys):
+    assert exit_code("trian") == 2
+    assert "trian" in capsys.readouterr().err
+
+
+def test_user_errors_of_other_rooms_end_with_their_own_code(monkeypatch, capsys):
+    raising(monkeypatch, BurnishError("the disk is full", exit_code=7))
+    assert exit_code("train-rl", "load_parameters_path=m") == 7
+    assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+def test_an_exit_code_of_the_trainer_is_the_programs(monkeypatch):
+    raising(monkeypatch, SystemExit(85))
+    assert exit_code("train-rl", "load_parameters_path=m") == 85
+
+
+def test_an_interrupt_exits_with_130(monkeypatch):
+    raising(monkeypatch, KeyboardInterrupt())
+    assert exit_code("train-rl", "load_parameters_path=m") == 130
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), ValueError("bug"), EOFError("bug")])
+def test_faults_of_the_program_keep_their_traceback(monkeypatch, error):
+    raising(monkeypatch, error)
+    with pytest.raises(type(error), match="bug"):
+        main(["train-rl", "load_parameters_path=m"])
