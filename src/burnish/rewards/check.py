@@ -131,9 +131,8 @@ def tidy(text: str) -> str:
 
 
 def text_key(tidied: str) -> str:
-    """Two tidied texts with the same key are equal as strings: white space counts only between two letters
-    or digits, letter case only in text without words (X and x are two variables, Monday and monday one
-    day)."""
+    """Two tidied texts with the same key are equal as strings: white space counts only between two letters or
+    digits, letter case only in formulas (2X is not 2x, but Monday is monday and choice (A) is a)."""
     key = re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", tidied)
     if choice := re.fullmatch(r"\(?([A-Za-z])[).]?", key):
         return choice.group(1).upper()  # a choice: A, (A), a)

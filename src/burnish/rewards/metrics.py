@@ -63,11 +63,12 @@ def evaluation_stats(groups: Sequence[Sequence[Score]], mode: EvalMode) -> EvalS
 def majority(group: Sequence[Score]) -> tuple[Score, ...]:
     """The completions that gave a prompt's most frequent answer; of answers with equally many votes, the
     one that came first. Equal values are one answer, and so are all correct ones, however they are written.
-    A completion without an answer does not vote; without any votes the result is empty."""
+    A completion without an answer does not vote; where none votes, all are returned: they agree on no
+    answer."""
     votes = [_vote(score) for score in group]
     counts = Counter(vote for vote in votes if vote is not None)
     if not counts:
-        return ()
+        return tuple(group)
     winner, _ = counts.most_common(1)[0]  # insertion order among equals
     return tuple(score for score, vote in zip(group, votes, strict=True) if vote == winner)
 

@@ -44,7 +44,7 @@ class ProbeReport:
     warnings: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The report for the terminal, in two or three lines: the rewards by kind, then what to worry about."""
+        """The report for the terminal in two or three lines: rewards by kind, then what to worry about."""
         right = self.rows[0]
         others = ", ".join(f"{row.kind} {row.mean_reward:.3g}" for row in self.rows[1:])
         return [
@@ -109,7 +109,7 @@ def probe(stack: RewardStack, prompts: Sequence[ProbePrompt]) -> ProbeReport:
         for complete in kinds.values()
         for prompt in prompts
     ]
-    scores = stack.score(items)
+    scores = stack.score(items, tolerate_none=True)  # a reward may well refuse to judge junk
     n = len(prompts)
     rows = tuple(_row(kind, scores[i * n : (i + 1) * n]) for i, kind in enumerate(kinds))
     return ProbeReport(num_prompts=n, rows=rows, warnings=tuple(_warnings(rows, n)))

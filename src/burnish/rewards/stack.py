@@ -8,7 +8,6 @@ evaluation means the same in every run."""
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from burnish.rewards import check
 from burnish.rewards.check import Match
@@ -134,17 +133,18 @@ class RewardStack:
         if self._user_worker is not None:
             self._user_worker.close()
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """One Score per item, in order. Raises RewardError when a user's function returns something
-        unusable, or when more than max_failed_scores_fraction of the items cannot be scored for a reason
-        that is not the completion's own; the message holds the first cause."""
+    def score(self, items: Sequence[RewardItem], *, tolerate_none: bool = False) -> list[Score]:
+        """One Score per item, in order. Raises RewardError when a user's function returns something unusable,
+        or when more than max_failed_scores_fraction of the items cannot be scored for a reason that is not
+        the completion's own; the message holds the first cause. With `tolerate_none`, items for which a user's
+        function returns None do not count towards that."""
         if not items:
             return []
         verdicts = self._judge(items)
         if self._user_worker is not None:
-            return self._score_by_user(items, verdicts, self._user_worker)
+            return self._score_by_user(items, verdicts, self._user_worker, tolerate_none)
         failures = [verdict.detail for verdict in verdicts if verdict.status is ScoreStatus.FAILED]
-        self._stop_on_too_many(failures, len(items), "")
+        self._stop_on_too_many(failures, len(items))
         return [built_in_score(verdict, self.options) for verdict in verdicts]
 
     def _judge(self, items: Sequence[RewardItem]) -> list[Verdict]:
@@ -185,50 +185,52 @@ class RewardStack:
         return verdicts
 
     def _score_by_user(
-        self, items: Sequence[RewardItem], verdicts: Sequence[Verdict], worker: WorkerPool
+        self,
+        items: Sequence[RewardItem],
+        verdicts: Sequence[Verdict],
+        worker: WorkerPool,
+        tolerate_none: bool,
     ) -> list[Score]:
         names, path = self.options.reward_functions or (), self.options.reward_functions_path or ""
-        columns = dict(
-            zip(
-                ARGUMENTS,
-                (
-                    [item.prompt for item in items],
-                    [item.completion for item in items],
-                    [item.answer for item in items],
-                    [item.question for item in items],
-                ),
-                strict=True,
-            )
+        prompts, completions, answers, questions = (
+            [getattr(item, field) for item in items]
+            for field in ("prompt", "completion", "answer", "question")
         )
+        columns = dict(zip(ARGUMENTS, (prompts, completions, answers, questions), strict=True))
         parts: list[dict[str, float]] = [{} for _ in items]
         statuses = [ScoreStatus.SCORED] * len(items)
-        first_cause = ""
+        failures: dict[int, str] = {}  # the first cause of each item that counts as failed
         for name, result in zip(names, worker.run([(name, columns) for name in names]), strict=True):
-            # A function that raised, hung or died has scored none of the batch.
-            values: list[Any] = result.value if result.status is ScoreStatus.SCORED else [None] * len(items)
-            for index, value in enumerate(values):
+            function = describe(name, path)
+            if (
+                result.status is not ScoreStatus.SCORED
+            ):  # it raised, hung or died: none of the batch is scored
+                cause = f"{function} failed: {result.detail}"
+                if result.status is ScoreStatus.TIMED_OUT:
+                    cause += "; the deadline of a call is math_verify_timeout"
+                for index in range(len(items)):
+                    statuses[index] = result.status
+                    failures.setdefault(index, cause)
+                continue
+            for index, value in enumerate(result.value):
                 if value is not None:
                     parts[index][name] = value
-                elif statuses[index] is ScoreStatus.SCORED:
-                    statuses[index] = result.status if result.detail else ScoreStatus.FAILED
-            if None in values and not first_cause:
-                first_cause = f"{describe(name, path)} " + (
-                    f"failed: {result.detail}" if result.detail else "returned None"
-                )
-        failures = [first_cause for status in statuses if status is not ScoreStatus.SCORED]
-        advice = " Its deadline is math_verify_timeout." if ScoreStatus.TIMED_OUT in statuses else ""
-        self._stop_on_too_many(failures, len(items), advice)
+                    continue
+                statuses[index] = ScoreStatus.FAILED
+                if not tolerate_none:
+                    failures.setdefault(index, f"{function} returned None")
+        self._stop_on_too_many(list(failures.values()), len(items))
         return [
             _score(verdict, status, part if status is ScoreStatus.SCORED else dict.fromkeys(names, 0.0))
             for verdict, status, part in zip(verdicts, statuses, parts, strict=True)
         ]
 
-    def _stop_on_too_many(self, failures: Sequence[str], num_items: int, advice: str) -> None:
-        if len(failures) > self.options.max_failed_scores_fraction * num_items:
+    def _stop_on_too_many(self, causes: Sequence[str], num_items: int) -> None:
+        if len(causes) > self.options.max_failed_scores_fraction * num_items:
             raise RewardError(
-                f"{len(failures)} of {num_items} completions could not be scored, more than"
-                f" max_failed_scores_fraction={self.options.max_failed_scores_fraction:g} allows.{advice}"
-                f" The first cause: {failures[0]}"
+                f"{len(causes)} of {num_items} completions could not be scored, more than"
+                f" max_failed_scores_fraction={self.options.max_failed_scores_fraction:g} allows."
+                f" The first cause: {causes[0]}"
             )
 
 
