@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-READ_GROUP_BYTES = 1 << 30  # leaves are read back in groups of about this size
+READ_GROUP_BYTES = 1 << 28  # leaves are read back in groups of about this size
 
 
 @dataclass(frozen=True)
