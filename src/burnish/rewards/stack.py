@@ -134,10 +134,10 @@ class RewardStack:
             self._user_worker.close()
 
     def score(self, items: Sequence[RewardItem], *, tolerate_none: bool = False) -> list[Score]:
-        """One Score per item, in order. Raises RewardError when a user's function returns something unusable,
-        or when more than max_failed_scores_fraction of the items cannot be scored for a reason that is not
-        the completion's own; the message holds the first cause. With `tolerate_none`, items for which a user's
-        function returns None do not count towards that."""
+        """One Score per item, in order. Raises RewardError when a user's function returns something
+        unusable, or when more than max_failed_scores_fraction of the items cannot be scored for a reason
+        that is not the completion's own; the message holds the first cause. With `tolerate_none`, items for
+        which a user's function returns None do not count towards that."""
         if not items:
             return []
         verdicts = self._judge(items)
