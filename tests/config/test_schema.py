@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from burnish.config.describe import EVAL_SAMPLING, eval_sampling
 from burnish.config.errors import ConfigError
 from burnish.config.fields import options_of
+from burnish.config.groups import KNOWN_DATASETS
 from burnish.config.overrides import load_config
 from burnish.config.schema import (
     COMMANDS,
@@ -18,6 +19,7 @@ from burnish.config.schema import (
     RunConfig,
     SFTConfig,
 )
+from burnish.data import sources
 
 # The command lines of the two public tutorials, with shorter paths.
 WORKFLOW_A_TRAIN = shlex.split("""
@@ -199,6 +201,8 @@ def test_a_micro_batch_must_divide_the_batch_and_both_numbers_are_named():
         (["dataset_name=json"], ["hf_train_files"]),
         (["dataset_name=openai/gsm9k"], ["dataset_name=openai/gsm9k", "openai/gsm8k", "question_column"]),
         (["dataset_name=builtin", "hf_train_files=a.jsonl"], ["builtin", "hf_train_files"]),
+        (["eval_dataset_name=builtin", "hf_eval_files=a.jsonl"], ["builtin", "hf_eval_files"]),
+        (["eval_dataset_name=json"], ["json", "hf_eval_files"]),
         (["solution_end_token=<answer>"], ["solution_end_token=<answer>"]),
         (["reasoning_start_token="], ["reasoning_start_token"]),
         (
@@ -218,10 +222,15 @@ def test_options_that_contradict_each_other_are_refused_in_one_line(args, words)
     assert all(word in message for word in words), message
 
 
+def test_data_sets_known_by_name_are_those_that_the_data_room_can_read():
+    assert set(KNOWN_DATASETS) == {"builtin", "json", "parquet", *sources._LAYOUTS}
+
+
 def test_options_that_fit_together_are_accepted():
     run("reward_functions_path=r.py", "reward_functions=a, b", "batch_size=8", "train_micro_batch_size=4")
     run("dataset_name=me/mine", "question_column=q", "answer_column=a")
     run("dataset_name=json", "hf_train_files=[a.jsonl, b.jsonl]")
+    run("dataset_name=builtin", "eval_dataset_name=json", "hf_eval_files=a.jsonl")
     run("num_eval_passes=4", "eval_sampling_strategy=standard", "eval_mode=maj")
     run("num_test_batches=0", "learning_rate_schedule_steps=100")
 

@@ -224,25 +224,30 @@ class DataOptions(Options):
 
     @model_validator(mode="after")
     def _data_can_be_found(self) -> Self:
-        for name, value in (
-            ("dataset_name", self.dataset_name),
-            ("eval_dataset_name", self.eval_dataset_name),
-        ):
-            own_columns = self.dataset_processor_path or (self.question_column and self.answer_column)
-            if value is not None and value not in KNOWN_DATASETS and not own_columns:
+        own_columns = self.dataset_processor_path or (self.question_column and self.answer_column)
+        evaluated = self.resolved_eval_dataset_name
+        for name, value in (("dataset_name", self.dataset_name), ("eval_dataset_name", evaluated)):
+            if value not in KNOWN_DATASETS and not own_columns:
                 raise ValueError(
                     f"{name}={value} is none of the data sets known by name ({', '.join(KNOWN_DATASETS)}); "
                     "give question_column and answer_column, or dataset_processor_path"
                 )
-            if (
-                value == "builtin"
-                and (self.hf_train_files or self.hf_eval_files)
-                and self.eval_dataset_name is None
-            ):
+        for files_option, value, files in (
+            ("hf_train_files", self.dataset_name, self.hf_train_files),
+            ("hf_eval_files", evaluated, self.hf_eval_files),
+        ):
+            if value == "builtin" and files:
                 raise ValueError(
-                    f"{name}=builtin reads no files, but hf_train_files or hf_eval_files is given; "
-                    "for files give dataset_name=json or parquet"
+                    f"builtin data reads no files, but {files_option} is given; give one of the two"
                 )
+        own_split = evaluated == self.dataset_name
+        if evaluated in ("json", "parquet") and not (
+            self.hf_eval_files or (own_split and self.hf_train_files)
+        ):
+            if own_split:
+                needed = "hf_train_files (5 % of which are then for evaluation) or hf_eval_files"
+                raise ValueError(f"dataset_name={evaluated} needs {needed}")
+            raise ValueError(f"eval_dataset_name={evaluated} needs hf_eval_files")
         return self
 
     @property

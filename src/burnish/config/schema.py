@@ -158,16 +158,6 @@ class EvalConfig(
     )
     eval_batch_size: int = option(16, "Prompts per evaluation batch", unit="prompts", ge=1)
 
-    @model_validator(mode="after")
-    def _files_are_given(self) -> Self:
-        if self.resolved_eval_dataset_name in ("json", "parquet") and not (
-            self.hf_eval_files or self.hf_train_files
-        ):
-            raise ValueError(
-                f"dataset_name={self.resolved_eval_dataset_name} needs hf_eval_files, to evaluate on"
-            )
-        return self
-
     @property
     def resolved_max_num_seqs(self) -> int:
         """Completions decoded at the same time."""
