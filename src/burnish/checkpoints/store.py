@@ -1,4 +1,4 @@
-"""The training store: `<directory>/<step>` holds weights, optimizer state and all else that a run resumes from.
+"""The training store: `<directory>/<step>` holds weights, optimizer state and all that a run resumes from.
 
 A checkpoint is written under a temporary name, read back and compared with what is in memory, synced,
 marked complete and only then renamed to its step (an object store has no atomic rename: there it is written
