@@ -20,7 +20,7 @@ class StopReason(StrEnum):
 class SamplingParams:
     """How to draw completions. temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 cut nothing."""
 
-    max_total_tokens: int  # prompt + completion; a completion gets at most max_total_tokens - len(prompt) tokens
+    max_total_tokens: int  # of prompt and completion: a completion gets at most this less len(prompt)
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0

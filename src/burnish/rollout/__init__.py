@@ -1,0 +1,1 @@
+"""The generation engine: prompts in, sampled completions with logprobs out."""

@@ -1,0 +1,339 @@
+"""The built-in generation engine: continuous batching over a grid of prompts × completions.
+
+Prompts are prefilled once, whatever the number of completions. A chunk of decode steps runs on the device in
+one call; between chunks the host collects tokens, ends completions, refills slots, and fits the caches to
+what is left. Nothing is kept from one `generate` to the next, so weights and cached keys can not disagree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burnish.data.types import Prompt
+from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.models.spec import ModelSpec
+from burnish.rollout import decode
+from burnish.rollout.decode import CHUNK, Rows
+from burnish.rollout.sampling import Cuts, cuts_from, seed_keys
+from burnish.rollout.schedule import Schedule, Slot, bucket
+from burnish.rollout.stopping import stop_string_end
+from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
+
+FIRST_COLUMNS = 128
+"""A row's own cache starts with this many columns (fewer if it can not need them) and doubles when full."""
+
+PREFILL_TOKENS = 512
+"""Tokens of one prefill call: enough for matrix products to run at full speed."""
+
+
+@dataclass
+class _Draft:
+    """A completion while it is being sampled."""
+
+    slot: Slot
+    seed: int
+    limit: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class BuiltinEngine:
+    """`tokenizer_decode` turns token ids into text without special tokens. `max_slots` is the number of
+    completions sampled side by side. Raises ValueError where a prompt or a limit is beyond what the engine
+    was made for."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokenizer_decode: Callable[[list[int]], str],
+        *,
+        max_slots: int,
+        max_prompt_tokens: int,
+        max_total_tokens: int,
+        dtype: Any,
+    ) -> None:
+        for name, value, least in (
+            ("max_slots", max_slots, 1),
+            ("max_prompt_tokens", max_prompt_tokens, 1),
+            ("max_total_tokens", max_total_tokens, 2),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        if max_total_tokens > spec.max_positions:
+            raise ValueError(
+                f"max_total_tokens={max_total_tokens} is more than the model's {spec.max_positions} positions"
+            )
+        self._spec = spec
+        self._decode_text = tokenizer_decode
+        self._max_slots = max_slots
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_total_tokens = max_total_tokens
+        self._dtype = jnp.dtype(dtype)
+        self._view: Params | None = None
+        self._version = -1
+        self._lane_columns = 1  # only ever grows, so that batches with shorter prompts compile nothing
+        self._compilations_before = decode.compilations.total()
+
+    @property
+    def num_compilations(self) -> int:
+        """Compilations of device functions since this engine was made."""
+        return decode.compilations.total() - self._compilations_before
+
+    def load_weights(self, params: Params, version: int) -> None:
+        """Copy the trainer's tree (stacked layers) into the decode view; `params` may be given away
+        afterwards."""
+        _check_tree(self._spec, params)
+        self._view = None  # frees the old weights before the new ones are made
+        self._view = decode.decode_view(params, dtype=self._dtype)
+        self._version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Group]:
+        """See RolloutEngine. Completions come back in the order of their seeds."""
+        if self._view is None:
+            raise RuntimeError("generate was called before load_weights")
+        self._check(prompts, seeds, sampling)
+        if not prompts:
+            return []
+        needed = max(len(p.token_ids) for p in prompts) - 1
+        self._lane_columns = max(self._lane_columns, bucket(needed, 32, halves=True))
+        run = _Run(
+            self._spec, self._view, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots
+        )
+        done: list[dict[int, Completion]] = [{} for _ in prompts]
+        tokens = finished = 0
+        while drafts := run.advance():
+            for draft, new in drafts:
+                tokens += new
+                completion = self._finish(draft, new, sampling)
+                if completion is not None:
+                    run.release(draft)
+                    done[draft.slot.group][draft.slot.completion] = completion
+                    finished += 1
+            if on_progress is not None:
+                on_progress(finished, tokens)
+        return [
+            Group(prompt, tuple(by_index[i] for i in range(len(by_index))))
+            for prompt, by_index in zip(prompts, done, strict=True)
+        ]
+
+    def _finish(self, draft: _Draft, new: int, sampling: SamplingParams) -> Completion | None:
+        """The completion, if the draft's last `new` tokens ended it."""
+        ids, length, reason = draft.token_ids, len(draft.token_ids), None
+        if not sampling.ignore_stop and ids[-1] in sampling.stop_token_ids:
+            reason = StopReason.STOP
+        elif length == draft.limit:
+            reason = StopReason.LENGTH
+        if sampling.stop_strings and not sampling.ignore_stop:
+            end = stop_string_end(ids, length - new, sampling.stop_strings, self._decode_text)
+            # A stop token and a stop string that end at the same token: the token is the more exact reason.
+            if end is not None and not (reason is StopReason.STOP and end == length):
+                length, reason = end, StopReason.STOP_STRING
+        if reason is None:
+            return None
+        return Completion(
+            token_ids=np.array(ids[:length], np.int32),
+            logprobs=np.array(draft.logprobs[:length], np.float32),
+            weight_versions=np.full(length, self._version, np.int32),
+            stop_reason=reason,
+            text=self._decode_text(ids[:length]),
+            seed=draft.seed,
+        )
+
+    def _check(
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> None:
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but seeds for {len(seeds)}")
+        if sampling.max_total_tokens > self._max_total_tokens:
+            raise ValueError(
+                f"sampling.max_total_tokens={sampling.max_total_tokens} is more than the engine's "
+                f"max_total_tokens={self._max_total_tokens}"
+            )
+        for name, ok, right in (
+            ("temperature", sampling.temperature >= 0, "0 (greedy) or above"),
+            ("top_k", sampling.top_k >= 0, "0 (off) or above"),
+            ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
+        ):
+            if not ok:
+                raise ValueError(f"sampling.{name}={getattr(sampling, name)}: must be {right}")
+        for prompt, prompt_seeds in zip(prompts, seeds, strict=True):
+            length = len(prompt.token_ids)
+            if not prompt_seeds:
+                raise ValueError(f"prompt {prompt.index} has no seeds, so no completions")
+            if not 1 <= length <= self._max_prompt_tokens:
+                raise ValueError(
+                    f"prompt {prompt.index} has {length} tokens; the engine takes 1 to "
+                    f"{self._max_prompt_tokens} (option max_prefill_predict_length)"
+                )
+            if length >= sampling.max_total_tokens:
+                raise ValueError(
+                    f"prompt {prompt.index} has {length} tokens, which leaves no room for a completion in "
+                    f"{sampling.max_total_tokens} (option max_target_length)"
+                )
+
+
+class _Run:
+    """One `generate`: the device's caches and the host's copy of the rows' state."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        view: Params,
+        dtype: Any,
+        lane_columns: int,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        max_slots: int,
+    ) -> None:
+        self._spec, self._view, self._dtype = spec, view, dtype
+        self._prompts, self._seeds, self._sampling = prompts, seeds, sampling
+        self._schedule = Schedule([len(s) for s in seeds], max_slots)
+        num_rows = len(self._schedule.slots)
+        longest = sampling.max_total_tokens - min(len(p.token_ids) for p in prompts)
+        self._columns = min(FIRST_COLUMNS, bucket(longest, 16))
+        self._column = 0
+        self._lanes = decode.empty_caches(spec, self._schedule.num_lanes, lane_columns, dtype)
+        self._own = decode.empty_caches(spec, num_rows, self._columns, dtype)
+        self._lane_lengths = np.zeros(self._schedule.num_lanes, np.int32)
+        zeros = np.zeros(num_rows, np.int32)
+        self._rows = Rows(
+            zeros.copy(), zeros.copy(), zeros.copy(), zeros.astype(bool), zeros.copy(), zeros.copy(),
+            np.zeros((num_rows, 2), np.uint32),
+        )  # fmt: skip
+        self._drafts: dict[Slot, _Draft] = {}
+        stop_ids = () if sampling.ignore_stop else sampling.stop_token_ids
+        self._stop_ids = np.full(bucket(len(stop_ids), 8), -1, np.int32)
+        self._stop_ids[: len(stop_ids)] = stop_ids
+        self._cuts: Cuts = cuts_from(sampling, spec.vocab_size)
+
+    def advance(self) -> list[tuple[_Draft, int]]:
+        """Refill, sample a chunk, and return each sampled draft with its number of new tokens; [] when all is
+        done."""
+        self._refill()
+        self._cut()
+        active = self._schedule.active
+        if not active:
+            return []
+        oldest = int(self._rows.ages[active].max())
+        if oldest == self._columns:
+            self._relocate(np.arange(len(self._schedule.slots)), 2 * self._columns)
+        wanted = int((self._rows.limits - self._rows.counts)[active].max())
+        steps = min(CHUNK, wanted, self._columns - oldest)
+        chunk, self._own = decode.decode_chunk(
+            self._spec, self._view, self._lanes, self._lane_lengths, self._own, self._rows,
+            np.int32(self._column), np.int32(steps), self._stop_ids, self._cuts, dtype=self._dtype,
+        )  # fmt: skip
+        return self._collect(active, jax.device_get(chunk))
+
+    def release(self, draft: _Draft) -> None:
+        """Free the slot of a finished draft."""
+        row = self._schedule.slots.index(draft.slot)
+        self._schedule.release(row)
+        self._rows.active[row] = False
+        del self._drafts[draft.slot]
+
+    def _collect(self, active: list[int], chunk: decode.Chunk) -> list[tuple[_Draft, int]]:
+        self._column = (self._column + int(chunk.steps)) % self._columns
+        sampled = []
+        for row in active:
+            slot, new = self._schedule.slots[row], int(chunk.emitted[row])
+            assert slot is not None
+            draft = self._drafts[slot]
+            draft.token_ids += chunk.tokens[row, :new].tolist()
+            draft.logprobs += chunk.logprobs[row, :new].tolist()
+            self._rows.tokens[row] = draft.token_ids[-1]
+            for count in (self._rows.positions, self._rows.ages, self._rows.counts):
+                count[row] += new
+            sampled.append((draft, new))
+        return sampled
+
+    def _refill(self) -> None:
+        admission = self._schedule.admit()
+        self._prefill(admission.lanes)
+        for row, slot in admission.rows:
+            prompt = self._prompts[slot.group].token_ids
+            seed = self._seeds[slot.group][slot.completion]
+            draft = _Draft(slot, seed, self._sampling.max_total_tokens - len(prompt))
+            self._drafts[slot] = draft
+            start = Rows(prompt[-1], len(prompt) - 1, 0, True, 0, draft.limit, seed_keys([seed])[0])
+            for values, value in zip(self._rows, start, strict=True):
+                values[row] = value
+
+    def _prefill(self, lanes: Sequence[tuple[int, int]]) -> None:
+        """Prefill the prompts that are new in `lanes` [(lane, group)], those of like length together."""
+        lanes_of: dict[int, list[int]] = {}
+        for lane, group in lanes:
+            lanes_of.setdefault(group, []).append(lane)
+            self._lane_lengths[lane] = len(self._prompts[group].token_ids) - 1
+        by_columns: dict[int, list[int]] = {}
+        for group in lanes_of:
+            length = len(self._prompts[group].token_ids) - 1
+            if length:
+                by_columns.setdefault(bucket(length, 32, halves=True), []).append(group)
+        for columns, groups in sorted(by_columns.items()):
+            full = max(1, PREFILL_TOKENS // columns)
+            while groups:
+                # Two sizes, so two compilations: a full call, or single prompts where it would be half empty.
+                size = full if 2 * len(groups) >= full else 1
+                batch, groups = groups[:size], groups[size:]
+                self._prefill_batch(batch, lanes_of, size, columns)
+
+    def _prefill_batch(
+        self, groups: Sequence[int], lanes_of: dict[int, list[int]], size: int, columns: int
+    ) -> None:
+        tokens, lengths = np.zeros((size, columns), np.int32), np.zeros(size, np.int32)
+        sources = np.full(self._schedule.num_lanes, -1, np.int32)
+        for i, group in enumerate(groups):
+            prefix = self._prompts[group].token_ids[:-1]
+            tokens[i, : len(prefix)], lengths[i] = prefix, len(prefix)
+            sources[lanes_of[group]] = i
+        caches = decode.prefill(self._spec, self._view, tokens, lengths, dtype=self._dtype)
+        self._lanes = [decode.insert(*pair, sources) for pair in zip(self._lanes, caches, strict=True)]
+
+    def _cut(self) -> None:
+        cut = self._schedule.cut()
+        if cut is None:
+            return
+        lanes, zero = np.array(cut.lanes), np.int32(0)
+        lane_columns = self._lanes[0].k.shape[3]
+        self._lanes = [decode.relocate(c, lanes, zero, columns=lane_columns) for c in self._lanes]
+        self._lane_lengths = self._lane_lengths[lanes]
+        rows = np.array(cut.rows)
+        self._rows = Rows(*(values[rows] for values in self._rows))
+        self._rows.active[:] = [slot is not None for slot in self._schedule.slots]
+        self._relocate(rows, self._columns)
+
+    def _relocate(self, rows: np.ndarray, columns: int) -> None:
+        """Move rows' own caches, and unroll the ring: what was the oldest column becomes column 0."""
+        shift = np.int32(self._column)
+        self._own = [decode.relocate(c, rows, shift, columns=columns) for c in self._own]
+        self._column = self._columns % columns
+        self._columns = columns
+
+
+def _check_tree(spec: ModelSpec, params: Params) -> None:
+    """Every array that the spec names is there with its shape, and no other."""
+    expected = _by_path(param_infos(spec))
+    found = _by_path(params)
+    for path in sorted(expected.keys() ^ found.keys()):
+        raise ValueError(f"weights: {path} is {'missing' if path in expected else 'not part of this model'}")
+    for path, info in expected.items():
+        if tuple(found[path].shape) != info.shape:
+            raise ValueError(f"weights: {path} has shape {tuple(found[path].shape)}, expected {info.shape}")
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ParamInfo))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

@@ -1,0 +1,166 @@
+"""Drawing one token per row from logits: temperature, top-k, top-p, min-p, one uniform number per row.
+
+A random number per vocabulary entry (Gumbel) is the dearest part of a small model's decode step, so a row
+draws one uniform number, which depends on its seed and token index alone, and inverts the cumulative
+distribution. Small top-k goes through `lax.top_k`; everything else finds the cut as a threshold on the logits
+and inverts in two levels. Which way is taken is decided on the device, so sampling options never cause a
+compilation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burnish.rollout.types import SamplingParams
+
+MAX_CANDIDATES = 64
+"""top-k up to this size is cut by `lax.top_k`, whose time grows with k."""
+
+_BLOCK = 256  # vocabulary entries summed at a time by the two-level inversion
+
+_BY_CANDIDATES, _WITHOUT_CUT, _BY_THRESHOLD = range(3)
+
+
+class Cuts(NamedTuple):
+    """SamplingParams as device scalars. temperature is never 0: greedy is temperature 1 with top_k 1."""
+
+    temperature: Any  # () float32
+    top_k: Any  # () int32, 1..V; V cuts nothing
+    top_p: Any  # () float32
+    min_p: Any  # () float32
+    way: Any  # () int32, which of the three samplers
+
+
+def cuts_from(sampling: SamplingParams, vocab_size: int) -> Cuts:
+    greedy = sampling.temperature == 0
+    top_k = 1 if greedy else min(sampling.top_k or vocab_size, vocab_size)
+    if top_k <= MAX_CANDIDATES:
+        way = _BY_CANDIDATES
+    elif top_k == vocab_size and sampling.top_p >= 1:
+        way = _WITHOUT_CUT
+    else:
+        way = _BY_THRESHOLD
+    return Cuts(
+        temperature=np.float32(1.0 if greedy else sampling.temperature),
+        top_k=np.int32(top_k),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        way=np.int32(way),
+    )
+
+
+def seed_keys(seeds: list[int]) -> np.ndarray:
+    """Threefry key words of any Python integers (taken modulo 2**64): (B, 2) uint32."""
+    return np.array([((s >> 32) & 0xFFFFFFFF, s & 0xFFFFFFFF) for s in seeds], np.uint32).reshape(-1, 2)
+
+
+def token_uniforms(keys: jax.Array, token_indices: jax.Array) -> jax.Array:
+    """keys (B, 2) uint32, token_indices (B,) int32 -> (B,) float32 in [0, 1), a function of the two alone."""
+
+    def one(words: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, index))
+
+    return jax.vmap(one)(keys, token_indices)
+
+
+def sample(logits: jax.Array, uniforms: jax.Array, cuts: Cuts) -> tuple[jax.Array, jax.Array]:
+    """logits (B, V) float32, uniforms (B,) in [0, 1) -> tokens (B,) int32, logprobs (B,) float32.
+
+    The order of cuts is that of transformers: temperature, top-k, top-p among what top-k kept (the token that
+    crosses p is kept), then min-p (probability below min_p times the largest). Logprobs are of the
+    distribution at `temperature` before any cut. Of equal logits at the top-k border, up to MAX_CANDIDATES
+    the lowest ids are kept, above it all of them.
+    """
+    scaled = logits / cuts.temperature
+    tokens = lax.switch(cuts.way, (_by_candidates, _without_cut, _by_threshold), scaled, uniforms, cuts)
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(scaled, axis=1)
+
+
+def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """First index at which the running sum of weights (B, n) exceeds uniforms (B,) times the total: (B,)
+    int32.
+
+    Where rounding lets no sum exceed it, the last index with weight.
+    """
+    sums = jnp.cumsum(weights, axis=1)
+    index = jnp.sum(sums <= uniforms[:, None] * sums[:, -1:], axis=1)
+    return jnp.minimum(index, _last_positive(weights))
+
+
+def _last_positive(weights: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[1]), 0), axis=1)
+
+
+def _by_candidates(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
+    count = min(MAX_CANDIDATES, scaled.shape[1])
+    values, ids = lax.top_k(scaled, count)
+    weights = jnp.where(jnp.arange(count) < cuts.top_k, jnp.exp(values - values[:, :1]), 0.0)
+    before = jnp.cumsum(weights, axis=1) - weights
+    keep = (before < cuts.top_p * weights.sum(axis=1, keepdims=True)) & (weights >= cuts.min_p)
+    keep = keep | (jnp.arange(count) == 0)
+    index = _invert(jnp.where(keep, weights, 0.0), uniforms)
+    return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
+
+
+def _without_cut(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
+    weights = jnp.exp(scaled - scaled.max(axis=1, keepdims=True))
+    return _invert_in_blocks(jnp.where(weights >= cuts.min_p, weights, 0.0), uniforms)
+
+
+def _by_threshold(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
+    weights = jnp.exp(scaled - scaled.max(axis=1, keepdims=True))
+    order = _sortable(scaled)
+    # A token is kept by top-k when fewer than k are above it, by top-p when those above it weigh less than p.
+    floor = _lowest(lambda t: jnp.sum(order > t, axis=1) < cuts.top_k, scaled.shape[0])
+    weights = jnp.where(order >= floor[:, None], weights, 0.0)
+    mass = cuts.top_p * weights.sum(axis=1)
+    floor = lax.cond(
+        cuts.top_p < 1,
+        lambda: _lowest(
+            lambda t: jnp.sum(jnp.where(order > t, weights, 0.0), axis=1) < mass, scaled.shape[0]
+        ),
+        lambda: floor,
+    )
+    keep = (order >= floor[:, None]) & (weights >= cuts.min_p)
+    return _invert_in_blocks(jnp.where(keep, weights, 0.0), uniforms)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """float32 -> int32 in the same order, so that bisection ends after 32 halvings at the exact value."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _lowest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The lowest int32 t of each row for which `holds(t (B, 1)) -> (B,) bool` is true; it is true from there
+    on."""
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # false at low (or low is the least value), true at high
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        true = holds(middle[:, None])
+        return jnp.where(true, low, middle), jnp.where(true, middle, high)
+
+    info = jnp.iinfo(jnp.int32)
+    start = (jnp.full(rows, info.min, jnp.int32), jnp.full(rows, info.max, jnp.int32))
+    return lax.fori_loop(0, 32, halve, start)[1]
+
+
+def _invert_in_blocks(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """`_invert` over a wide row: pick a block by the blocks' sums, then a token within it."""
+    B, V = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -V % _BLOCK))).reshape(B, -1, _BLOCK)
+    sums = blocks.sum(axis=2)
+    block = _invert(sums, uniforms)
+    ends = jnp.cumsum(sums, axis=1)
+    start = jnp.take_along_axis(ends - sums, block[:, None], axis=1)[:, 0]
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    rest = jnp.maximum(uniforms * ends[:, -1] - start, 0.0)  # below 0 by rounding: would pick no weight
+    index = jnp.sum(jnp.cumsum(inside, axis=1) <= rest[:, None], axis=1)
+    return block * _BLOCK + jnp.minimum(index, _last_positive(inside))

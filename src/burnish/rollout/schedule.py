@@ -1,0 +1,132 @@
+"""Which completion sits in which slot, and how large the decode batch is: plain Python, no arrays.
+
+The batch is a grid of lanes × slots; a lane works for one prompt until that prompt's completions are done, so
+a freed slot goes to another completion of the same prompt at once and to another prompt when the whole lane
+is free. Sizes come from few buckets, because every new size is a compilation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_WIDTH = 8
+"""Slots of a lane at most: more share a prompt's keys, but also wait longer for the last of them."""
+
+MIN_ROWS = 8
+"""Batches are not cut below this: reading the weights dominates there, so fewer rows take as long."""
+
+
+def bucket(size: int, smallest: int, halves: bool = False) -> int:
+    """The least power of two ≥ size (with `halves` also 3·2ⁿ) that is at least `smallest`."""
+    power = smallest
+    while power < size:
+        power *= 2
+    middle = power // 4 * 3
+    return middle if halves and middle >= max(size, smallest) else power
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A completion being sampled: the `completion`-th of prompt `group`."""
+
+    group: int
+    completion: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What is new in the grid: prompts to prefill into lanes, completions to start in rows."""
+
+    lanes: tuple[tuple[int, int], ...]  # (lane, group)
+    rows: tuple[tuple[int, Slot], ...]  # (row, slot)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A smaller grid: where each of its lanes and rows was before."""
+
+    lanes: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class Schedule:
+    """The grid's occupation. Changes only through `admit`, `release` and `cut`."""
+
+    def __init__(self, group_sizes: Sequence[int], max_slots: int) -> None:
+        largest = max(group_sizes)
+        if sum(group_sizes) <= max_slots:
+            # Everything starts at once: a group fills one lane, or several of equal width.
+            width = -(-largest // -(-largest // MAX_WIDTH))
+        else:
+            # Slots are refilled: half a group side by side keeps a lane's slots busy until the group is done.
+            width = min(MAX_WIDTH, max(1, largest // 2))
+        self.width = min(width, max_slots)
+        lanes_wanted = sum(-(-size // self.width) for size in group_sizes)
+        self.num_lanes = min(bucket(lanes_wanted, 1, halves=True), max(1, max_slots // self.width))
+        self.slots: list[Slot | None] = [None] * (self.num_lanes * self.width)
+        self._sizes = list(group_sizes)
+        self._started = [0] * len(group_sizes)
+        self._lanes: list[int | None] = [None] * self.num_lanes
+
+    @property
+    def active(self) -> list[int]:
+        """Rows that hold a completion."""
+        return [row for row, slot in enumerate(self.slots) if slot is not None]
+
+    @property
+    def waiting(self) -> int:
+        """Completions not yet started."""
+        return sum(self._sizes) - sum(self._started)
+
+    def admit(self) -> Admission:
+        """Start waiting completions in free slots: first those whose prompt is in the slot's lane already,
+        then new prompts in free lanes, in order; a lane left over helps the prompt with most completions
+        waiting."""
+        lanes: list[tuple[int, int]] = []
+        rows: list[tuple[int, Slot]] = []
+        for lane in range(self.num_lanes):
+            rows += self._fill(lane)
+        for lane in range(self.num_lanes):
+            if self.waiting and not any(self._slots_of(lane)):
+                group = self._next_group()
+                self._lanes[lane] = group
+                lanes.append((lane, group))
+                rows += self._fill(lane)
+        return Admission(tuple(lanes), tuple(rows))
+
+    def release(self, row: int) -> None:
+        self.slots[row] = None
+
+    def cut(self) -> Cut | None:
+        """Move the last completions to a smaller grid, one slot a lane, when nothing waits and it is
+        smaller."""
+        active = self.active
+        num_rows = bucket(len(active), MIN_ROWS)
+        if self.waiting or not active or num_rows > len(self.slots) * 3 // 4:
+            return None
+        rows = active + active[:1] * (num_rows - len(active))
+        lanes = [row // self.width for row in rows]
+        self.slots = [self.slots[row] for row in active] + [None] * (num_rows - len(active))
+        self._lanes = [self._lanes[lane] for lane in lanes]
+        self.num_lanes, self.width = num_rows, 1
+        return Cut(tuple(lanes), tuple(rows))
+
+    def _slots_of(self, lane: int) -> list[Slot | None]:
+        return self.slots[lane * self.width : (lane + 1) * self.width]
+
+    def _next_group(self) -> int:
+        waiting = [size - started for size, started in zip(self._sizes, self._started, strict=True)]
+        unseen = [g for g, count in enumerate(waiting) if count and g not in self._lanes]
+        return unseen[0] if unseen else max(range(len(waiting)), key=waiting.__getitem__)
+
+    def _fill(self, lane: int) -> list[tuple[int, Slot]]:
+        group = self._lanes[lane]
+        filled: list[tuple[int, Slot]] = []
+        if group is None:
+            return filled
+        for row in range(lane * self.width, (lane + 1) * self.width):
+            if self.slots[row] is None and self._started[group] < self._sizes[group]:
+                slot = Slot(group, self._started[group])
+                self._started[group] += 1
+                self.slots[row] = slot
+                filled.append((row, slot))
+        return filled
