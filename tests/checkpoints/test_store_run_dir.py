@@ -10,7 +10,7 @@ import time
 import pytest
 
 from burnish.checkpoints.run_dir import RunDirectory, RunDirectoryError
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 
 
 def test_paths_are_those_of_the_tutorials(tmp_path):

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from burnish.cli.main import COMMANDS, main
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 from burnish.config.fields import options_of
 from burnish.config.schema import COMMANDS as CONFIGS
 

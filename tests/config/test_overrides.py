@@ -2,7 +2,8 @@
 
 import pytest
 
-from burnish.config.errors import BurnishError, ConfigError
+from burnish.config.errors import ConfigError
+from burnish.errors import BurnishError
 from burnish.config.overrides import load_config
 from burnish.config.schema import EvalConfig, ExportConfig, GenerateConfig, RunConfig
 

@@ -1,6 +1,6 @@
 """What can be wrong with a checkpoint."""
 
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 
 
 class CheckpointError(BurnishError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from etils import epath
 
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 from burnish.observe.files import is_local
 
 # Descriptors of the locks held by this process. A forked child closes its copies: otherwise a reward worker

@@ -28,7 +28,7 @@ import numpy as np
 from etils import epath
 
 from burnish.checkpoints.arrays import LeafRecord, named_leaves, nested, read_arrays, record, write_arrays
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 from burnish.observe.files import is_local, write_whole
 
 MODEL_PARAMS = "model_params"

@@ -6,6 +6,7 @@ anything else shows its traceback.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from burnish import __version__
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Job:
         from burnish.config.schema import COMMANDS as CONFIGS
 
         config = load_config(CONFIGS[self.command.name], self.args)
+        # transformers advises to install torch, which nothing here needs.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         module, _, function = self.command.function.partition(":")
         getattr(importlib.import_module(module), function)(config)
 

@@ -1,6 +1,6 @@
 """The data room's errors: about files, columns, templates and tokenizers that the user named."""
 
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 
 
 class DataError(BurnishError, ValueError):

@@ -1,6 +1,6 @@
 """What can be wrong with a model's description."""
 
-from burnish.config.errors import BurnishError
+from burnish.errors import BurnishError
 
 
 class ModelError(BurnishError):

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from burnish.errors import BurnishError
 
-class RewardError(Exception):
+
+class RewardError(BurnishError):
     """Rewards cannot be had: options that contradict each other, a user's reward file that is wrong, or too
     many completions that could not be scored."""
 

@@ -1,0 +1,49 @@
+"""Evaluation: sample K completions of each prompt, score them, count. The same before, after and without training."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from burnish.data.types import Prompt
+from burnish.rewards.metrics import EvalMode, EvalStats, evaluation_stats
+from burnish.rewards.stack import RewardStack
+from burnish.rewards.types import RewardItem, Score
+from burnish.rl.setup import completion_seeds
+from burnish.rollout.types import Group, RolloutEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found: the figures, and the completions with their scores behind them."""
+
+    stats: EvalStats
+    groups: list[Group]
+    scores: list[list[Score]]
+
+
+def evaluate_prompts(
+    engine: RolloutEngine,
+    stack: RewardStack,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    num_passes: int,
+    mode: EvalMode,
+    seed: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """K = `num_passes` completions of every prompt with the weights that the engine holds. Every prompt counts."""
+    seeds = completion_seeds(seed, "evaluation", 0, prompts, num_passes)
+    groups = engine.generate(prompts, seeds, sampling, on_progress)
+    scores = score_groups(stack, groups)
+    return Evaluation(evaluation_stats(scores, mode), groups, scores)
+
+
+def score_groups(stack: RewardStack, groups: Sequence[Group]) -> list[list[Score]]:
+    """One Score per completion, in the shape of the groups."""
+    items = [
+        RewardItem(group.prompt.text, completion.text, group.prompt.question, group.prompt.answer)
+        for group in groups
+        for completion in group.completions
+    ]
+    scores = iter(stack.score(items))
+    return [[next(scores) for _ in group.completions] for group in groups]

@@ -1,0 +1,149 @@
+"""`burnish generate` and `burnish chat`: completions of a checkpoint for prompts given at the terminal or in a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from burnish.config.schema import GenerateConfig
+from burnish.data.tokenizer import RenderedPrompt, Tokenizer
+from burnish.data.types import Prompt
+from burnish.errors import BurnishError
+from burnish.observe.files import write_whole
+from burnish.observe.terminal import StepPrinter
+from burnish.rl import setup
+from burnish.rl.loading import ModelSource, compute_dtype, open_model
+from burnish.rollout.engine import BuiltinEngine
+from burnish.rollout.types import Group
+
+
+def generate(cfg: GenerateConfig) -> None:
+    """Complete the prompts of the options. Raises BurnishError."""
+    questions = _questions(cfg)
+    model = open_model(cfg)
+    prompts = [_prompt(i, q, _render(cfg, model.tokenizer, q), cfg) for i, q in enumerate(questions)]
+    total = len(prompts) * cfg.num_completions
+    console = Console()
+    with StepPrinter(1, console) as printer:
+        engine = _engine(cfg, model, total)
+        groups = engine.generate(
+            prompts,
+            setup.completion_seeds(cfg.seed, "generate", 0, prompts, cfg.num_completions),
+            setup.sampling_params(cfg, cfg, cfg, model.tokenizer),
+            lambda finished, tokens: printer.sampling("sampling", finished, total, tokens),
+        )
+    if cfg.output_file is not None:
+        write_whole(cfg.output_file, "".join(json.dumps(_record(g), ensure_ascii=False) + "\n" for g in groups))
+        console.print(f"{total} completions written to {cfg.output_file}", markup=False, highlight=False)
+        return
+    for group in groups:
+        if len(groups) > 1:
+            console.print(f"> {group.prompt.question}", style="bold", markup=False, highlight=False)
+        for completion in group.completions:
+            console.print(completion.text, markup=False, highlight=False, soft_wrap=True)
+
+
+def chat(cfg: GenerateConfig) -> None:
+    """Talk to the model until an empty line or end of input. The conversation is rendered anew each turn; its oldest
+    exchanges are left out once it no longer fits. Raises BurnishError."""
+    for name in ("prompt", "prompts_file", "output_file"):
+        if getattr(cfg, name) is not None:
+            raise BurnishError(f"chat asks at the terminal and takes no {name}; use burnish generate", exit_code=2)
+    model = open_model(cfg)
+    engine = _engine(cfg, model, 1)
+    sampling = setup.sampling_params(cfg, cfg, cfg, model.tokenizer)
+    console = Console()
+    console.print(f"{model.describe()}\nAn empty line ends the chat.", markup=False, highlight=False)
+    messages: list[dict[str, str]] = []
+    for turn in range(1_000_000):
+        try:
+            text = console.input("[bold]you:[/bold] ").strip()
+        except EOFError:
+            return
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        rendered = _fitting(messages, model.tokenizer, cfg.max_prefill_predict_length)
+        prompt = Prompt(turn, text, "", rendered.text, rendered.token_ids)
+        seeds = setup.completion_seeds(cfg.seed, "chat", turn, [prompt], 1)
+        (group,) = engine.generate([prompt], seeds, sampling)
+        answer = group.completions[0].text
+        messages.append({"role": "assistant", "content": answer})
+        console.print(f"[bold]model:[/bold] {_escaped(answer)}", highlight=False, soft_wrap=True)
+
+
+def _questions(cfg: GenerateConfig) -> list[str]:
+    if cfg.prompt is not None:
+        return [cfg.prompt]
+    if cfg.prompts_file is None:
+        raise BurnishError('generate needs prompt="…" or prompts_file=<file>', exit_code=2)
+    path = Path(cfg.prompts_file).expanduser()
+    if not path.is_file():
+        raise BurnishError(f"prompts_file={cfg.prompts_file}: there is no such file")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix == ".jsonl":
+        try:
+            lines = [json.loads(line)["question"] for line in lines]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BurnishError(
+                f"prompts_file={cfg.prompts_file}: each line must be a JSON object with the field question ({error})"
+            ) from None
+    if not lines:
+        raise BurnishError(f"prompts_file={cfg.prompts_file} has no prompts")
+    return lines
+
+
+def _render(cfg: GenerateConfig, tokenizer: Tokenizer, question: str) -> RenderedPrompt:
+    if not cfg.chat:
+        return RenderedPrompt(question, tuple(tokenizer.hf.encode(question)))
+    if cfg.data_template_path is not None:
+        question = setup.template(cfg.data_template_path, cfg).render(question)
+    return tokenizer.render_prompt(question)
+
+
+def _prompt(index: int, question: str, rendered: RenderedPrompt, cfg: GenerateConfig) -> Prompt:
+    length = len(rendered.token_ids)
+    if not 0 < length <= cfg.max_prefill_predict_length:
+        raise BurnishError(
+            f"prompt {index + 1} has {length} tokens; it needs 1 to max_prefill_predict_length="
+            f"{cfg.max_prefill_predict_length}"
+        )
+    return Prompt(index, question, "", rendered.text, rendered.token_ids)
+
+
+def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -> RenderedPrompt:
+    """The conversation without its oldest exchanges, as many as it takes; `messages` is shortened in place."""
+    while True:
+        rendered = tokenizer.render_chats([messages])[0]
+        if len(rendered.token_ids) <= limit:
+            return rendered
+        if len(messages) == 1:
+            raise BurnishError(
+                f"the message has {len(rendered.token_ids)} tokens, more than max_prefill_predict_length={limit}"
+            )
+        del messages[:2]
+
+
+def _engine(cfg: GenerateConfig, model: ModelSource, total: int) -> BuiltinEngine:
+    engine = setup.make_engine(model, cfg, min(cfg.max_num_seqs or 32, total), cfg.dtype)
+    params = model.load(jnp.dtype(compute_dtype(cfg.dtype)).name)
+    engine.load_weights(jax.tree.map(jnp.asarray, params), 0)
+    return engine
+
+
+def _record(group: Group) -> dict[str, Any]:
+    return {
+        "question": group.prompt.question,
+        "prompt": group.prompt.text,
+        "completions": [
+            {"text": c.text, "stop_reason": str(c.stop_reason), "tokens": len(c.token_ids), "seed": c.seed}
+            for c in group.completions
+        ],
+    }
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

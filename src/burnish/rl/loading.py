@@ -1,0 +1,124 @@
+"""The model a command starts from: found and described first, its weights read only when they are needed.
+
+`load_parameters_path` may be a Hugging Face directory, a hub id, a training checkpoint, or "builtin" (the embedded
+demonstration model). Everything cheap (config, tokenizer) is read by `open_model`, so that mistakes show before
+gigabytes are read.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from burnish.checkpoints.hf_export import snapshot_source
+from burnish.checkpoints.hf_import import load_params, read_config, resolve
+from burnish.checkpoints.store import find_checkpoint, hf_source_files, load_model_params
+from burnish.config.groups import ModelOptions, WeightsOptions
+from burnish.data.tokenizer import Tokenizer, load_tokenizer
+from burnish.errors import BurnishError
+from burnish.models.families import spec_from_hf
+from burnish.models.params import Params, num_params
+from burnish.models.spec import ModelSpec
+
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found. `directory` holds its config and tokenizer, and its weights unless `checkpoint`, a
+    training checkpoint, has them."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    directory: Path
+    checkpoint: epath.Path | None
+    model_name: str | None
+
+    def load(self, dtype: str = "float32", console: Console | None = None) -> Params:
+        """The weights as NumPy arrays of `dtype` ("float32" or "bfloat16"), with a progress bar in a terminal."""
+        if self.checkpoint is not None:
+            return jax.tree.map(lambda a: a.astype(jnp.dtype(dtype)), load_model_params(self.checkpoint))
+        columns = (TextColumn("Reading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console or Console(), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            _, params = load_params(
+                self.directory,
+                self.model_name,
+                jnp.dtype(dtype),
+                lambda _, done, total: progress.update(task, completed=done, total=total),
+            )
+        return params
+
+    def describe(self) -> str:
+        """One line for the log."""
+        s = self.spec
+        return (
+            f"Model: {self.checkpoint or self.directory}: {s.family}, {num_params(s) / 1e6:,.1f} M parameters, "
+            f"{s.num_layers} layers, width {s.d_model}, vocabulary {s.vocab_size:,}"
+        )
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Path]:
+        """A directory with what an export of this model needs besides weights."""
+        with tempfile.TemporaryDirectory(prefix="burnish-source-") as scratch:
+            target = Path(scratch) / "source"
+            snapshot_source(self.directory, target, self.model_name)
+            yield target
+
+
+def open_model(cfg: ModelOptions) -> ModelSource:
+    """Find the model of the options and read everything but its weights. Raises BurnishError."""
+    checkpoint = find_checkpoint(cfg.load_parameters_path)
+    directory = source_directory(cfg) if checkpoint is None else checkpoint_source(checkpoint)
+    spec = spec_from_hf(read_config(directory, cfg.model_name))
+    tokenizer = load_tokenizer(
+        cfg.tokenizer_path or directory, cfg.chat_template_path, access_token(cfg), model_path=directory
+    )
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise BurnishError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model {spec.vocab_size}: they do not "
+            "belong together; give the model's own with tokenizer_path"
+        )
+    return ModelSource(spec, tokenizer, directory, checkpoint, cfg.model_name)
+
+
+def source_directory(cfg: WeightsOptions) -> Path:
+    """The local directory of the Hugging Face checkpoint that the options name, downloaded if need be."""
+    if cfg.load_parameters_path == BUILTIN:
+        return Path(str(resources.files("burnish") / "assets" / "tiny"))
+    return resolve(cfg.load_parameters_path, access_token(cfg))
+
+
+def access_token(cfg: WeightsOptions) -> str | None:
+    return None if cfg.hf_access_token is None else cfg.hf_access_token.get_secret_value()
+
+
+def checkpoint_source(checkpoint: epath.Path) -> Path:
+    """A local directory with the source files that were saved with a training checkpoint."""
+    source = hf_source_files(checkpoint)
+    if source is None:
+        raise BurnishError(
+            f"{checkpoint} has no hf_source directory (config.json, tokenizer), without which its model is unknown"
+        )
+    if "://" not in str(source):
+        return Path(source)
+    local = Path(tempfile.mkdtemp(prefix="burnish-source-"))
+    for file in source.iterdir():
+        file.copy(local / file.name)
+    return local
+
+
+def compute_dtype(name: str) -> Any:
+    """The JAX dtype of activations for the option `dtype`: auto is bfloat16 on TPU and GPU, float32 on CPU."""
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)

@@ -1,0 +1,200 @@
+"""What every training command has around its loop: the run directory, signals, checkpoints, step lines and metrics.
+
+A run is a sequence of steps that each either happened whole or not at all. Saving, stopping on SIGTERM and resuming
+are here; what a step does is the loop's.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+
+from burnish import __version__
+from burnish.checkpoints.preemption import SAVED_FOR_RESTART, StopFlag, stop_on_signals
+from burnish.checkpoints.run_dir import RunDirectory
+from burnish.checkpoints.store import TrainingStore
+from burnish.config.schema import RunConfig, SFTConfig
+from burnish.errors import BurnishError
+from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.observe.files import write_whole
+from burnish.observe.metrics import MetricsWriter
+from burnish.observe.rollouts import drop_rollouts_after
+from burnish.observe.terminal import StepPrinter
+from burnish.rl.loading import ModelSource
+from burnish.rl.optimizer import TrainState
+from burnish.rl.update import Updater
+
+# Options that decide what the saved data position and weights mean: a run goes on with those it was started with.
+_FIXED = [
+    "load_parameters_path",
+    "model_name",
+    "weight_dtype",
+    "optimizer",
+    "mu_dtype",
+    "batch_size",
+    "dataset_name",
+    "train_split",
+    "hf_subset",
+    "hf_train_files",
+    "question_column",
+    "answer_column",
+    "dataset_processor_path",
+    "data_template_path",
+    "data_shuffle_seed",
+    "train_fraction",
+    "max_prefill_predict_length",
+    "seed",
+]
+# Where and how often things are written; nobody needs to be told that they changed.
+_INCIDENTAL = {
+    "resume",
+    "base_output_directory",
+    "run_name",
+    "log_period",
+    "tensorboard_dir",
+    "profiler",
+    "debug",
+}
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop while a step was under way; the step has changed nothing."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint as it comes back: the state after `step` steps, and what the loop had saved with it."""
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A claimed run directory and everything that writes to it."""
+
+    cfg: RunConfig | SFTConfig
+    directory: RunDirectory
+    store: TrainingStore
+    stop: StopFlag
+    printer: StepPrinter
+    snapshot: Path  # source files of the model, saved with every checkpoint
+    saved_step: int = 0
+
+    def check_stop(self) -> None:
+        """Raises Stopped when a signal has come: called where a step can still be given up."""
+        if self.stop.requested:
+            raise Stopped
+
+    def restore(self, model: ModelSource, updater: Updater) -> Restored | None:
+        """The newest checkpoint of a resumed run; None for a new one, and where nothing was saved yet."""
+        step = self.store.latest() if self.cfg.resume else None
+        if step is None:
+            return None
+        like = abstract_state(model, updater, self.cfg.weight_dtype)
+        params, rest, extra = self.store.restore(step, like.params, dataclasses.replace(like, params=None))
+        self.saved_step = step
+        self.printer.note(f"Resuming {self.directory.path} from step {step}")
+        return Restored(step, dataclasses.replace(rest, params=params), extra)
+
+    def save(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> float:
+        """Saves the state after `step` steps, if it is not saved already; the seconds that took."""
+        if not self.cfg.enable_checkpointing or step <= self.saved_step:
+            return 0.0
+        start = time.perf_counter()
+        self.printer.phase(f"step {step}: saving")
+        self.store.save(step, state.params, dataclasses.replace(state, params=None), extra, self.snapshot)
+        self.saved_step = step
+        return time.perf_counter() - start
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is saved after this step."""
+        return step % self.cfg.checkpoint_period == 0 or step == self.cfg.num_batches
+
+    def end_for_restart(self, step: int) -> BurnishError:
+        """The error with which a stopped run ends, after `step` whole steps."""
+        if self.cfg.enable_checkpointing:
+            how = f"step {step} is saved; go on with run_name={self.cfg.run_name} resume=true"
+        else:
+            how = "nothing is saved (enable_checkpointing=false)"
+        return BurnishError(f"stopped by {self.stop.reason} after step {step}: {how}", exit_code=SAVED_FOR_RESTART)
+
+    @contextmanager
+    def writers(self, resume_step: int | None) -> Iterator[MetricsWriter]:
+        """metrics.jsonl and TensorBoard; what a resumed run had written beyond its checkpoint is dropped."""
+        if resume_step is not None:
+            drop_rollouts_after(self.directory.rollouts, resume_step)
+        tensorboard = self.cfg.tensorboard_dir or self.directory.tensorboard
+        with MetricsWriter(self.directory.metrics, tensorboard, resume_step) as writer:
+            yield writer
+
+    @contextmanager
+    def profiled(self, step: int, first_step: int) -> Iterator[None]:
+        """With profiler=xplane, traces the second and third step of this process (the first one compiles)."""
+        if self.cfg.profiler != "xplane" or step - first_step not in (1, 2):
+            yield
+            return
+        with jax.profiler.trace(str(self.directory.profile)):
+            yield
+
+
+@contextmanager
+def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
+    """Claims the run directory and writes the options into it. Raises BurnishError when it is in use or used, and
+    when a resumed run's options are not those it was started with."""
+    directory = RunDirectory(cfg.base_output_directory, cfg.run_name)
+    with ExitStack() as stack:
+        stack.enter_context(directory.claim(cfg.resume))
+        stop = stack.enter_context(stop_on_signals())
+        snapshot = stack.enter_context(model.snapshot())
+        printer = stack.enter_context(StepPrinter(cfg.num_batches))
+        for note in _keep_config(cfg, directory):
+            printer.note(note)
+        store = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep)
+        yield Run(cfg, directory, store, stop, printer, snapshot)
+
+
+def _keep_config(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> list[str]:
+    """Writes config.yaml; for a resumed run, what has changed since it was started."""
+    options = cfg.public_dump()
+    notes = []
+    if cfg.resume and directory.config.exists():
+        before = yaml.safe_load(directory.config.read_text())
+        changed = {k for k in options if k not in _INCIDENTAL and before.get(k) != options[k]}
+        if fixed := sorted(changed & set(_FIXED)):
+            was = ", ".join(f"{k}={before.get(k)} (now {options[k]})" for k in fixed)
+            raise BurnishError(
+                f"{directory.path} was started with {was}; a resumed run needs the same: give it, or start a new run"
+            )
+        notes = [f"Changed since the run was started: {k}: {before.get(k)} -> {options[k]}" for k in sorted(changed)]
+    header = (
+        f"# The options of this run (burnish {__version__}); a recipe: burnish <command> config.yaml run_name=...\n"
+    )
+    write_whole(directory.config, header + yaml.safe_dump(options, sort_keys=True, allow_unicode=True))
+    return notes
+
+
+def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> TrainState:
+    """The shapes and dtypes of a run's TrainState, with nothing allocated."""
+    params = jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(info.shape, jnp.dtype(weight_dtype)),
+        param_infos(model.spec),
+        is_leaf=lambda x: isinstance(x, ParamInfo),
+    )
+    return jax.eval_shape(updater.init, params)
+
+
+def initial_state(params: Params, updater: Updater) -> TrainState:
+    """A fresh state around weights that were read from disk."""
+    return updater.init(jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params))
+
+
+Progress = Callable[[int, int], None]

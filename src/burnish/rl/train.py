@@ -1,0 +1,427 @@
+"""`burnish train-rl`: GRPO with verifiable rewards, from checkpoint to checkpoint.
+
+One step: sample a group of completions for each prompt of a batch, score them, make one or more updates on them, hand
+the new weights to the sampler. A step's randomness is a function of the run's seed and the step's number, so that a
+resumed run is the run it would have been. This module is the order of things; what they do is in the other modules.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from burnish.config.describe import describe_batch, notes
+from burnish.config.schema import RunConfig
+from burnish.data import sources
+from burnish.data.pipeline import PromptPipeline
+from burnish.data.types import Prompt
+from burnish.errors import BurnishError
+from burnish.models.params import Params
+from burnish.observe.curve import plot_rewards
+from burnish.observe.metrics import REWARD_PART, read_metrics
+from burnish.observe.rollouts import RolloutRow, write_rollouts
+from burnish.observe.summary import BeforeAfter, print_final, write_summary
+from burnish.rewards.metrics import EvalStats, format_eval_line
+from burnish.rewards.probe import probe
+from burnish.rewards.stack import RewardStack
+from burnish.rewards.types import Score, ScoreStatus
+from burnish.rl import setup
+from burnish.rl.advantages import group_advantages
+from burnish.rl.evaluate import evaluate_prompts, score_groups
+from burnish.rl.loading import ModelSource, open_model
+from burnish.rl.optimizer import TrainState
+from burnish.rl.packing import pack
+from burnish.rl.run import Run, Stopped, initial_state, open_run
+from burnish.rl.update import Updater, with_logprobs
+from burnish.rollout.engine import BuiltinEngine
+from burnish.rollout.types import Group, StopReason
+
+PROBE_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects that a step works with."""
+
+    cfg: RunConfig
+    model: ModelSource
+    engine: BuiltinEngine
+    stack: RewardStack
+    updater: Updater
+    reference: Params | None  # weights of the KL penalty
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run has to show."""
+
+    summary: dict[str, Any]
+    figures: list[BeforeAfter]
+    places: dict[str, epath.Path]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A step's completions with their scores and advantages, all (P, G)."""
+
+    groups: list[Group]
+    scores: list[list[Score]]
+    valid: np.ndarray  # bool: scored, and not masked as truncated
+    advantages: np.ndarray  # float64
+
+
+def train(cfg: RunConfig) -> dict[str, Any]:
+    """Run the whole training and return its summary. Raises BurnishError for everything that is the user's to fix."""
+    model = open_model(cfg)
+    data = setup.data_options(cfg)
+    pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
+    eval_prompts: list[Prompt] = []
+    if cfg.num_test_batches:
+        eval_prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(data, "eval"))
+    arithmetic = describe_batch(cfg, pipeline.num_prompts)
+
+    with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
+        for line in _opening(cfg, model, pipeline, arithmetic):
+            run.printer.note(line)
+        if eval_prompts:
+            for line in probe(stack, eval_prompts[:PROBE_PROMPTS]).lines():
+                run.printer.note(line)
+        updater = Updater(model.spec, setup.update_options(cfg))
+        max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
+        engine = setup.make_engine(model, cfg, max_slots, cfg.dtype)
+        restored = run.restore(model, updater)
+        _refuse_finished(run, restored.step if restored else 0)
+        initial: Params | None = None
+        if restored is None or cfg.rl.grpo_beta:
+            run.printer.phase("reading weights")
+            initial = model.load(cfg.weight_dtype)
+        if restored is None:
+            assert initial is not None
+            state, start = initial_state(initial, updater), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None}
+        else:
+            state, extra, start = restored.state, restored.extra, restored.step
+            pipeline.restore(extra["data"])
+        reference = None
+        if cfg.rl.grpo_beta:
+            assert initial is not None
+            reference = initial_state(initial, updater).params
+        parts = Parts(cfg, model, engine, stack, updater, reference)
+        outcome = _run(run, parts, pipeline, eval_prompts, state, extra, start)
+    print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
+    return outcome.summary
+
+
+def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
+    """What is said before anything expensive starts."""
+    corners = ", ".join(f"{lr:.3g} after {n}" for n, lr in setup.schedule(cfg).corner_points())
+    dropped = (
+        f"; {pipeline.num_dropped} longer than max_prefill_predict_length left out" if pipeline.num_dropped else ""
+    )
+    return [
+        model.describe(),
+        *arithmetic.splitlines(),
+        f"Prompts: {pipeline.num_prompts:,} read{dropped}",
+        f"Learning rate: {corners} updates",
+        *notes(cfg),
+    ]
+
+
+def _refuse_finished(run: Run, step: int) -> None:
+    if step >= run.cfg.num_batches and run.directory.summary.exists():
+        raise BurnishError(
+            f"{run.directory.path} has made its {step} steps already and nothing is left to do; to train further, "
+            f"give num_batches above {step} (the learning-rate schedule then follows the new number)"
+        )
+
+
+def _run(
+    run: Run,
+    parts: Parts,
+    pipeline: PromptPipeline,
+    eval_prompts: Sequence[Prompt],
+    state: TrainState,
+    extra: dict[str, Any],
+    start: int,
+) -> Outcome:
+    """Evaluation before, the steps, evaluation after, summary."""
+    cfg, printer = parts.cfg, run.printer
+    clock = time.perf_counter() - extra["seconds"]  # a resumed run goes on counting
+
+    def saved(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"data": data, "seconds": time.perf_counter() - clock, "before": before and asdict(before)}
+
+    parts.engine.load_weights(state.params, start)
+    before = EvalStats(**extra["before"]) if extra["before"] else None
+    with run.writers(start if cfg.resume else None) as writer:
+        step = start
+        data = pipeline.state()
+        try:
+            if before is None and eval_prompts and start == 0:
+                before = _evaluate(run, parts, eval_prompts, "Pre RL Training")
+            for step in range(start + 1, cfg.num_batches + 1):
+                data = pipeline.state()
+                run.check_stop()
+                with run.profiled(step, start + 1):
+                    state, metrics = _step(run, parts, state, step, next(pipeline))
+                seconds = 0.0
+                if run.is_due(step):
+                    seconds = run.save(step, state, saved(pipeline.state()))
+                metrics["seconds/checkpoint"] = seconds
+                metrics["seconds/step"] += seconds
+                writer.write(step, metrics)
+                if step % cfg.log_period == 0 or step == cfg.num_batches:
+                    printer.step(step, metrics)
+        except Stopped:
+            done = max(step - 1, start)
+            if done:
+                run.save(done, state, saved(data))
+            raise run.end_for_restart(done) from None
+    try:
+        after = _evaluate(run, parts, eval_prompts, "Post RL Training") if eval_prompts else None
+    except Stopped:
+        raise run.end_for_restart(cfg.num_batches) from None
+    return _finish(run, before, after, time.perf_counter() - clock)
+
+
+def _step(
+    run: Run, parts: Parts, state: TrainState, step: int, prompts: Sequence[Prompt]
+) -> tuple[TrainState, dict[str, float]]:
+    """One training step; state is consumed only once nothing can stop it any more."""
+    cfg = parts.cfg
+    t0 = time.perf_counter()
+    groups = _sample(run, parts, step, prompts)
+    t1 = time.perf_counter()
+    run.printer.phase(f"step {step}: scoring")
+    sampled = _score(parts, groups)
+    t2 = time.perf_counter()
+    run.check_stop()
+    run.printer.phase(f"step {step}: updating")
+    state, update_metrics, trained_tokens = _update(parts, state, sampled)
+    parts.engine.load_weights(state.params, step)
+    t3 = time.perf_counter()
+    write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
+    if cfg.debug:
+        _show_one(run, sampled)
+
+    sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+    metrics = _sample_metrics(sampled) | update_metrics
+    metrics |= {
+        "seconds/sampling": t1 - t0,
+        "seconds/reward": t2 - t1,
+        "seconds/update": t3 - t2,
+        "seconds/step": time.perf_counter() - t0,
+        "tokens_per_second/sampling": sampled_tokens / (t1 - t0),
+        "tokens_per_second/update": trained_tokens / (t3 - t2),
+        "compilations": parts.engine.num_compilations + parts.updater.num_compilations,
+    }
+    _stop_on_difference(cfg, step, metrics)
+    return state, metrics
+
+
+def _sample(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+    """A group of completions per prompt, one rollout micro-batch after the other."""
+    cfg = parts.cfg
+    sampling = setup.sampling_params(cfg, parts.model.tokenizer)
+    seeds = setup.completion_seeds(cfg.seed, "training", step, prompts, cfg.rl.num_generations)
+    size = cfg.resolved_rollout_micro_batch_size
+    total = len(prompts) * cfg.rl.num_generations
+    groups: list[Group] = []
+    tokens_before = 0
+
+    def progress(finished: int, tokens: int) -> None:
+        done = len(groups) * cfg.rl.num_generations + finished
+        run.printer.sampling(f"step {step}: sampling", done, total, tokens_before + tokens)
+        run.check_stop()
+
+    for i in range(0, len(prompts), size):
+        new = parts.engine.generate(prompts[i : i + size], seeds[i : i + size], sampling, progress)
+        groups += new
+        tokens_before += sum(len(c.token_ids) for g in new for c in g.completions)
+    return groups
+
+
+def _score(parts: Parts, groups: list[Group]) -> Sampled:
+    """Scores and group-relative advantages."""
+    scores = score_groups(parts.stack, groups)
+    masked = StopReason.LENGTH if parts.cfg.rl.mask_truncated_completions else None
+    valid = np.array(
+        [
+            [
+                s.status is ScoreStatus.SCORED and c.stop_reason is not masked
+                for s, c in zip(row, g.completions, strict=True)
+            ]
+            for row, g in zip(scores, groups, strict=True)
+        ]
+    )
+    rewards = np.array([[s.total for s in row] for row in scores], np.float64)
+    return Sampled(groups, scores, valid, group_advantages(rewards, valid, parts.cfg.rl.advantage_std))
+
+
+def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainState, dict[str, float], int]:
+    """rl.num_iterations updates on one batch. Metrics of the last one (|Δlogprob| of the first, where sampler and
+    trainer have the same weights), and the number of tokens that went through the model in each."""
+    cfg, updater = parts.cfg, parts.updater
+    packed = pack(
+        sampled.groups,
+        sampled.advantages,
+        sampled.valid,
+        max_tokens=cfg.max_target_length,
+        max_groups=cfg.resolved_train_micro_batch_size,
+        keep_zero_advantages=cfg.rl.grpo_beta > 0,
+    )
+    if parts.reference is not None:
+        packed = with_logprobs(packed, reference=updater.logprobs(parts.reference, packed))
+    skipped = int(state.skipped)
+    first: Mapping[str, Any] = {}
+    for iteration in range(cfg.rl.num_iterations):
+        state, metrics, logprobs = updater.step(state, packed)
+        if iteration == 0:
+            first = metrics
+            packed = with_logprobs(packed, old=logprobs)
+    result = {
+        "loss": metrics.get("loss", 0.0),
+        "grad_norm": metrics["grad_norm"],
+        "weights_changed": metrics["changed_fraction"],
+        "learning_rate": metrics["learning_rate"],
+        "nonfinite_updates": int(state.skipped) - skipped,
+        "kl": metrics.get("kl", 0.0),
+        "clip_fraction": metrics.get("clip_fraction", 0.0),
+    }
+    if packed.micro_batches:
+        result |= {
+            "entropy": first["entropy"],
+            "logprob_difference/mean": first["logprob_difference_mean"],
+            "logprob_difference/max": first["logprob_difference_max"],
+        }
+    return state, {k: float(v) for k, v in result.items()}, packed.row_tokens
+
+
+def _sample_metrics(sampled: Sampled) -> dict[str, float]:
+    """Figures of the step's completions, before any update."""
+    scores = [s for row in sampled.scores for s in row]
+    completions = [c for g in sampled.groups for c in g.completions]
+    totals = np.array([s.total for s in scores if s.status is ScoreStatus.SCORED] or [0.0])
+    lengths = np.array([len(c.token_ids) for c in completions])
+    parts = {name: float(np.mean([s.parts[name] for s in scores])) for name in scores[0].parts}
+    return {
+        "reward/mean": float(totals.mean()),
+        "reward/std": float(totals.std()),
+        **{f"{REWARD_PART}{name}": value for name, value in parts.items()},
+        "accuracy": float(np.mean([s.correct for s in scores])),
+        "partial_accuracy": float(np.mean([s.partially_correct for s in scores])),
+        "format_accuracy": float(np.mean([s.format_ok for s in scores])),
+        "completion_length/mean": float(lengths.mean()),
+        "completion_length/max": float(lengths.max()),
+        "truncated_fraction": float(np.mean([c.stop_reason is StopReason.LENGTH for c in completions])),
+        "zero_advantage_groups": float(np.mean([not row.any() for row in sampled.advantages])),
+        "scores/timed_out": float(sum(s.status is ScoreStatus.TIMED_OUT for s in scores)),
+        "scores/failed": float(sum(s.status is ScoreStatus.FAILED for s in scores)),
+    }
+
+
+def _stop_on_difference(cfg: RunConfig, step: int, metrics: Mapping[str, float]) -> None:
+    limit, found = cfg.rl.max_logprob_difference, metrics.get("logprob_difference/mean", 0.0)
+    if limit is not None and not found <= limit:
+        raise BurnishError(
+            f"step {step}: sampler and trainer differ by {found:.3g} nats a token on average, above "
+            f"rl.max_logprob_difference={limit:g}: they do not run the same model, and training on it would be wrong. "
+            "The last checkpoint is from before this step. dtype=float32 rules rounding out; null switches this off"
+        )
+
+
+def _rows(step: int, sampled: Sampled) -> list[RolloutRow]:
+    return [
+        RolloutRow(
+            step=step,
+            prompt_index=group.prompt.index,
+            question=group.prompt.question,
+            answer=group.prompt.answer,
+            prompt_ids=list(group.prompt.token_ids),
+            completion_ids=completion.token_ids.tolist(),
+            completion=completion.text,
+            logprobs=completion.logprobs.tolist(),
+            weight_versions=completion.weight_versions.tolist(),
+            stop_reason=str(completion.stop_reason),
+            seed=completion.seed,
+            reward_parts=score.parts,
+            reward=score.total,
+            advantage=float(advantage),
+            score_status=str(score.status),
+            correct=score.correct,
+            format_ok=score.format_ok,
+            extracted=score.extracted,
+        )
+        for group, row, advantages in zip(sampled.groups, sampled.scores, sampled.advantages, strict=True)
+        for completion, score, advantage in zip(group.completions, row, advantages, strict=True)
+    ]
+
+
+def _show_one(run: Run, sampled: Sampled) -> None:
+    """debug=true: the step's first completion and what it was worth."""
+    group, score = sampled.groups[0], sampled.scores[0][0]
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+    run.printer.note(
+        f"--- {group.prompt.question}\n{group.completions[0].text}\n--- gold {group.prompt.answer}; {parts}"
+    )
+
+
+def _evaluate(run: Run, parts: Parts, prompts: Sequence[Prompt], title: str) -> EvalStats:
+    """Evaluates the weights that the engine holds and prints the tutorials' line."""
+    cfg = parts.cfg
+    total = len(prompts) * cfg.num_eval_passes
+
+    def progress(finished: int, tokens: int) -> None:
+        run.printer.sampling(title, finished, total, tokens)
+        run.check_stop()
+
+    evaluation = evaluate_prompts(
+        parts.engine,
+        parts.stack,
+        prompts,
+        setup.eval_sampling_params(cfg, parts.model.tokenizer),
+        num_passes=cfg.num_eval_passes,
+        mode=cfg.eval_mode,
+        seed=cfg.seed,
+        on_progress=progress,
+    )
+    run.printer.note(format_eval_line(title, evaluation.stats))
+    return evaluation.stats
+
+
+def _finish(run: Run, before: EvalStats | None, after: EvalStats | None, seconds: float) -> Outcome:
+    """summary.json and the reward curve."""
+    cfg, directory = run.cfg, run.directory
+    summary: dict[str, Any] = {"steps": cfg.num_batches, "seconds": seconds}
+    figures = []
+    if before is not None and after is not None:
+        for name, attribute, scale in (
+            ("accuracy", "accuracy", 0.01),
+            ("format_accuracy", "format_accuracy", 0.01),
+            ("mean_reward", "mean_reward", 1.0),
+        ):
+            values = [getattr(stats, attribute) * scale for stats in (before, after)]
+            summary |= {f"{name}_before": values[0], f"{name}_after": values[1]}
+            figures.append(BeforeAfter(name.replace("_", " "), *values, percent=scale != 1.0))
+        summary["eval_prompts"] = after.total
+    plot_rewards(
+        read_metrics(directory.metrics),
+        directory.curve,
+        summary.get("accuracy_before"),
+        summary.get("accuracy_after"),
+        title=cfg.run_name,
+    )
+    write_summary(directory.summary, summary)
+    places = {
+        **(
+            {"model": directory.checkpoints / str(cfg.num_batches) / "model_params"} if cfg.enable_checkpointing else {}
+        ),
+        "metrics": directory.metrics,
+        "rollouts": directory.rollouts,
+        "curve": directory.curve,
+        "summary": directory.summary,
+    }
+    return Outcome(summary, figures, places)
