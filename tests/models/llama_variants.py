@@ -124,6 +124,7 @@ def write_checkpoint(
     (directory / "chat_template.jinja").write_text("{{ messages }}\n")
     (directory / "LICENSE").write_text("terms\n")
     (directory / "README.md").write_text("# a model card\n")
+    (directory / "pytorch_model.bin.index.json").write_text("{}")
     meta = {"format": "pt"}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", meta)

@@ -26,6 +26,7 @@ def to_huggingface(config: ExportConfig, console: Console | None = None) -> Path
     or the result; nothing is left at the destination then.
     """
     console = console or Console()
+    out = Path(config.base_output_directory).expanduser()
     # The checkpoint describes itself; model_name only checks it, unless it is told not to.
     model_name = None if config.override_model_architecture else config.model_name
     with tempfile.TemporaryDirectory(prefix="burnish-export-") as scratch:
@@ -35,17 +36,21 @@ def to_huggingface(config: ExportConfig, console: Console | None = None) -> Path
         columns = (TextColumn("Writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("Writing", total=None)
-            out = export(
+            verified = export(
                 spec,
                 params,
                 snapshot,
-                Path(config.base_output_directory).expanduser(),
+                out,
                 config.weight_dtype,
                 on_progress=lambda _, done, total: progress.update(task, completed=done, total=total),
             )
     size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
-    dtype = config.weight_dtype or "the source's dtypes"
-    console.print(f"Exported {num_params(spec):,} parameters in {dtype}, {size / 1e9:.2f} GB; verified")
+    console.print(
+        f"Exported and verified: {verified.num_tensors} tensors, {num_params(spec):,} parameters, "
+        f"{size / 1e9:.2f} GB, {config.weight_dtype or 'the dtypes of the source'}"
+    )
+    if verified.rounding_error:
+        console.print(f"Rounding the weights changed the logits by {verified.rounding_error:.2%} (relative)")
     console.print(str(out), soft_wrap=True)
     return out
 

@@ -27,7 +27,7 @@ from burnish.checkpoints.safetensors_file import (
     list_tensors,
     write_file,
 )
-from burnish.checkpoints.verify import verify
+from burnish.checkpoints.verify import Verification, verify
 from burnish.models.families import TensorMapping, spec_from_hf, tensor_map, tied_head_copy
 from burnish.models.params import ParamInfo, Params, param_infos
 from burnish.models.spec import ModelSpec
@@ -68,7 +68,7 @@ def snapshot_source(src_dir: Path | str, dst_dir: Path | str, model_name: str | 
 
 def _side_files(directory: Path) -> list[Path]:
     files = {f for pattern in SIDE_FILES for f in directory.glob(pattern) if f.is_file()}
-    return sorted(files - {directory / INDEX_FILE, directory / SOURCE_FILE})
+    return sorted(f for f in files if not f.name.endswith(".index.json") and f.name != SOURCE_FILE)
 
 
 def _write_json(file: Path, value: Any) -> None:
@@ -127,9 +127,8 @@ def export(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Progress | None = None,
-) -> Path:
-    """Write `params` as a Hugging Face checkpoint with the files of `source_snapshot`, verify it, and
-    return its path.
+) -> Verification:
+    """Write `params` as a Hugging Face checkpoint with the files of `source_snapshot`, and verify it.
 
     Every tensor has its source's name and dtype; `weight_dtype` ("float32", "float16", "bfloat16"; None
     keeps) gives all of them another one, and config.json says so. Raises CheckpointError before anything
@@ -157,8 +156,9 @@ def export(
 
     out.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}.burnish-partial-"
-    for stale in out.parent.glob(f"{prefix}*"):  # left by an export to this place that was killed
-        shutil.rmtree(stale)
+    for sibling in out.parent.iterdir():
+        if sibling.name.startswith(prefix):  # left by an export to this place that was killed
+            shutil.rmtree(sibling)
     total = sum(t.nbytes for t in planned)
     free = shutil.disk_usage(out.parent).free
     needed = total + sum(f.stat().st_size for f in _side_files(snapshot)) + 2**20
@@ -176,14 +176,16 @@ def export(
         if weight_dtype is not None:
             _set_dtype(partial / "config.json", weight_dtype)
         _write_weights(params, planned, partial, on_progress)
-        verify(partial, spec, params, snapshot / "config.json", {t.mapping.name: t.dtype for t in planned})
+        verified = verify(
+            partial, spec, params, snapshot / "config.json", {t.mapping.name: t.dtype for t in planned}
+        )
         _sync(*partial.iterdir(), partial)
         os.rename(partial, out)  # an empty directory may be in its place
         _sync(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return out
+    return verified
 
 
 def _check_tree(spec: ModelSpec, params: Params) -> None:
