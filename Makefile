@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DEMO_DIR ?= runs/demo
 
 .PHONY: setup demo test lint types imports check docs tiny-model clean
 
@@ -18,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python -m burnish.cli.demo $(DEMO_DIR)
+	$(BIN)/burnish demo
 
 test: $(READY)
 	$(BIN)/python -m pytest

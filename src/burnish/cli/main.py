@@ -34,6 +34,14 @@ class Command:
 
 COMMANDS = (
     Command(
+        "demo",
+        "Train the embedded model in a few minutes and show what came of it.",
+        "The whole way once, without any download: import, evaluation, GRPO on generated word problems, evaluation, "
+        "verified export to a Hugging Face directory.",
+        ("burnish demo", "burnish demo base_output_directory=/tmp/burnish"),
+        "burnish.rl.demo:demo",
+    ),
+    Command(
         "train-rl",
         "Train a model with GRPO on verifiable rewards.",
         "Evaluates, trains on groups of scored completions, evaluates again; everything is written to "

@@ -41,8 +41,7 @@ def describe_batch(cfg: RunConfig | SFTConfig, num_prompts: int | None = None) -
     noun = "prompt" if isinstance(cfg, RunConfig) else "example"
     asked = cfg.num_batches * cfg.batch_size
     lines.append(
-        f"Run: {_count(cfg.num_batches, 'step')}, {_count(cfg.num_updates, 'optimizer update')}, "
-        f"{_count(asked, noun)}."
+        f"Run: {_count(cfg.num_batches, 'step')}, {_count(cfg.num_updates, 'optimizer update')}, {_count(asked, noun)}."
     )
     if num_prompts is not None:
         _check_data_lasts(cfg, num_prompts)
@@ -57,9 +56,7 @@ def describe_batch(cfg: RunConfig | SFTConfig, num_prompts: int | None = None) -
 def _check_data_lasts(cfg: RunConfig | SFTConfig, num_prompts: int) -> None:
     """Batches run across the ends of passes; an incomplete last batch is not trained on."""
     if num_prompts == 0:
-        raise ConfigError(
-            f"no prompt has at most max_prefill_predict_length={cfg.max_prefill_predict_length} tokens"
-        )
+        raise ConfigError(f"no prompt has at most max_prefill_predict_length={cfg.max_prefill_predict_length} tokens")
     asked, available = cfg.num_batches * cfg.batch_size, num_prompts * cfg.num_epoch
     if asked > available:
         fixes = [f"num_epoch={-(-asked // num_prompts)}"]
@@ -102,8 +99,7 @@ def _step_of_sft(cfg: SFTConfig) -> list[str]:
     return [
         f"Step: {_count(B, 'example')} of at most {_count(cfg.max_target_length, 'token')}: "
         f"{_count(B * cfg.max_target_length, 'token')} at most.",
-        f"Training: {_count(B // train, 'micro-batch')} of {_count(train, 'example')}, "
-        "1 optimizer update a step.",
+        f"Training: {_count(B // train, 'micro-batch')} of {_count(train, 'example')}, 1 optimizer update a step.",
     ]
 
 

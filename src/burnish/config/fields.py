@@ -60,9 +60,7 @@ class Allowed:
     words: str
     test: Callable[[Any], bool]
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         def check(value: Any) -> Any:
             if not self.test(value):
                 raise PydanticCustomError("not_allowed", "not allowed")
@@ -83,9 +81,7 @@ class OneDevice:
     accepted: tuple[Any, ...]
     why: str
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         def check(value: Any) -> Any:
             if self.accepted and value not in self.accepted:
                 raise PydanticCustomError("not_supported_yet", "not supported yet")
@@ -147,9 +143,7 @@ class OptionInfo:
 
 def options_of(model: type[Options], prefix: str = "") -> Iterator[OptionInfo]:
     """Every option of a command by section, nested groups flattened to dotted names."""
-    fields = sorted(
-        model.model_fields.items(), key=lambda item: SECTIONS.index(_owner(model, item[0]).section)
-    )
+    fields = sorted(model.model_fields.items(), key=lambda item: SECTIONS.index(_owner(model, item[0]).section))
     for name, field in fields:
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, Options):
@@ -215,9 +209,7 @@ def _type_words(annotation: Any, metadata: tuple[Any, ...]) -> str:
         return "list of texts"
     if get_origin(annotation) is dict:
         return "mapping"
-    noun = {bool: "true or false", int: "integer", float: "number", str: "text", SecretStr: "text"}[
-        annotation
-    ]
+    noun = {bool: "true or false", int: "integer", float: "number", str: "text", SecretStr: "text"}[annotation]
     return f"{noun}, {limits}" if (limits := _limits_words(metadata)) else noun
 
 

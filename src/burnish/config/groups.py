@@ -14,9 +14,7 @@ from burnish.config.fields import AllOrCount, Allowed, OneDevice, Options, TestC
 
 Dtype = Literal["float32", "bfloat16"]
 
-TextList = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-]
+TextList = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
 def _split_names(value: Any) -> Any:
@@ -59,9 +57,7 @@ class WeightsOptions(Options):
 class ModelOptions(WeightsOptions):
     section: ClassVar[str] = "Model"
 
-    tokenizer_path: str | None = option(
-        None, "Tokenizer: a directory or a hub id", default_words="from the checkpoint"
-    )
+    tokenizer_path: str | None = option(None, "Tokenizer: a directory or a hub id", default_words="from the checkpoint")
     chat_template_path: str | None = option(
         None,
         "File with a Jinja chat template, for tokenizers that have none or in place of theirs",
@@ -87,8 +83,7 @@ class ComputeOptions(Options):
 class TrainComputeOptions(ComputeOptions):
     weight_dtype: Dtype = option(
         "float32",
-        "Type of the trained master weights; bfloat16 halves their memory and rounds every update "
-        "stochastically",
+        "Type of the trained master weights; bfloat16 halves their memory and rounds every update stochastically",
     )
     grad_dtype: Dtype = option("float32", "Type in which gradients are accumulated over micro-batches")
     remat_policy: Literal["full", "minimal", "none"] = option(
@@ -109,19 +104,13 @@ class RunOptions(Options):
         default_words="date and time of the start",
         default_factory=lambda: time.strftime("%Y-%m-%d-%H-%M-%S"),
     )
-    resume: bool = option(
-        False, "Go on from the newest complete checkpoint of run_name instead of starting a new run"
-    )
+    resume: bool = option(False, "Go on from the newest complete checkpoint of run_name instead of starting a new run")
     enable_checkpointing: bool = option(True, "Write checkpoints")
-    checkpoint_period: int = option(
-        50, "Steps between checkpoints; the last step is always saved", unit="steps", ge=1
-    )
+    checkpoint_period: int = option(50, "Steps between checkpoints; the last step is always saved", unit="steps", ge=1)
     max_num_checkpoints_to_keep: int = option(
         10, "Checkpoints kept; older ones are deleted once a newer one is complete", unit="checkpoints", ge=1
     )
-    log_period: int = option(
-        1, "Steps between lines in the terminal; metrics.jsonl has every step", unit="steps", ge=1
-    )
+    log_period: int = option(1, "Steps between lines in the terminal; metrics.jsonl has every step", unit="steps", ge=1)
     tensorboard_dir: str | None = option(
         None, "Directory for TensorBoard events", default_words="tensorboard/ in the run's directory"
     )
@@ -237,13 +226,9 @@ class DataOptions(Options):
             ("hf_eval_files", evaluated, self.hf_eval_files),
         ):
             if value == "builtin" and files:
-                raise ValueError(
-                    f"builtin data reads no files, but {files_option} is given; give one of the two"
-                )
+                raise ValueError(f"builtin data reads no files, but {files_option} is given; give one of the two")
         own_split = evaluated == self.dataset_name
-        if evaluated in ("json", "parquet") and not (
-            self.hf_eval_files or (own_split and self.hf_train_files)
-        ):
+        if evaluated in ("json", "parquet") and not (self.hf_eval_files or (own_split and self.hf_train_files)):
             if own_split:
                 needed = "hf_train_files (5 % of which are then for evaluation) or hf_eval_files"
                 raise ValueError(f"dataset_name={evaluated} needs {needed}")
@@ -288,9 +273,7 @@ class LengthOptions(Options):
 class StopOptions(Options):
     section: ClassVar[str] = "Sampling"
 
-    stop_strings: TextList | None = option(
-        None, "Texts that end a completion, besides the model's own stop tokens"
-    )
+    stop_strings: TextList | None = option(None, "Texts that end a completion, besides the model's own stop tokens")
 
     @model_validator(mode="after")
     def _stop_strings_are_texts(self) -> Self:
@@ -319,9 +302,7 @@ class SamplingOptions(Options):
     decode_sampling_temperature: float = option(
         0.9, "Logits are divided by it; 0 takes the most likely token (not in training)", ge=0
     )
-    decode_sampling_top_k: int = option(
-        50, "Only the k most likely tokens are drawn; 0 keeps all", unit="tokens", ge=0
-    )
+    decode_sampling_top_k: int = option(50, "Only the k most likely tokens are drawn; 0 keeps all", unit="tokens", ge=0)
     decode_sampling_nucleus_p: float = option(
         1.0,
         "Only the most likely tokens that together reach this probability are drawn; 1 keeps all",
@@ -387,8 +368,7 @@ class TrainStepOptions(EvalOptions):
     num_batches: int = option(4, "Training steps", unit="steps", ge=1)
     train_micro_batch_size: AllOrCount = option(
         -1,
-        "Prompts whose forward and backward pass run at once; changes memory, not the result; -1 is the "
-        "whole batch",
+        "Prompts whose forward and backward pass run at once; changes memory, not the result; -1 is the whole batch",
         unit="prompts",
     )
 
@@ -426,8 +406,7 @@ class RLOptions(Options):
 
     num_generations: int = option(
         2,
-        "Group size G: completions per prompt; an advantage is relative to the group, so one alone has no "
-        "signal",
+        "Group size G: completions per prompt; an advantage is relative to the group, so one alone has no signal",
         unit="completions",
         ge=2,
     )
@@ -441,8 +420,7 @@ class RLOptions(Options):
     )
     loss_algo: Literal["grpo", "gspo-token"] = option(
         "grpo",
-        "grpo, a likelihood ratio per token (Shao et al. 2024); gspo-token, one per sequence (Zheng et al. "
-        "2025)",
+        "grpo, a likelihood ratio per token (Shao et al. 2024); gspo-token, one per sequence (Zheng et al. 2025)",
     )
     loss_agg_mode: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean"] = option(
         "sequence-mean-token-mean",
@@ -452,12 +430,9 @@ class RLOptions(Options):
     )
     advantage_std: Literal["group", "batch", "none"] = option(
         "group",
-        "What rewards, less the group's mean, are divided by: the group's standard deviation, the batch's, "
-        "or nothing",
+        "What rewards, less the group's mean, are divided by: the group's standard deviation, the batch's, or nothing",
     )
-    mask_truncated_completions: bool = option(
-        False, "Leave completions that reached max_target_length out of the loss"
-    )
+    mask_truncated_completions: bool = option(False, "Leave completions that reached max_target_length out of the loss")
     max_logprob_difference: float | None = option(
         1.0,
         "Largest mean |Δlogprob| between sampler and trainer in a step; above it the run ends with an error; "
@@ -501,9 +476,7 @@ class TagOptions(Options):
             "solution_end_token": self.solution_end_token,
         }
         if "" in tags.values() or len(set(tags.values())) < len(tags):
-            raise ValueError(
-                f"tags must be non-empty and differ: {', '.join(f'{k}={v}' for k, v in tags.items())}"
-            )
+            raise ValueError(f"tags must be non-empty and differ: {', '.join(f'{k}={v}' for k, v in tags.items())}")
         return self
 
 
@@ -514,17 +487,11 @@ class RewardStackOptions(Options):
     reward_white_space_format_match: float = option(
         1.0, "Reward of an answer that is right only after white space is folded", ge=0
     )
-    reward_exact_format_match: float = option(
-        0.1, "Reward of a completion whose tags are exactly in format", ge=0
-    )
+    reward_exact_format_match: float = option(0.1, "Reward of a completion whose tags are exactly in format", ge=0)
     reward_partial_format_match: float = option(0.0, "Reward of each tag that is there exactly once", ge=0)
-    penalty_incorrect_format: float = option(
-        0.0, "Added for each tag that is absent or repeated, so at most 0", le=0
-    )
+    penalty_incorrect_format: float = option(0.0, "Added for each tag that is absent or repeated, so at most 0", le=0)
     penalty_incorrect_answer: float = option(0.0, "Added for a wrong answer, so at most 0", le=0)
-    reward_gate_on_correctness: bool = option(
-        False, "Give format rewards only to completions whose answer is right"
-    )
+    reward_gate_on_correctness: bool = option(False, "Give format rewards only to completions whose answer is right")
     reward_functions_path: str | None = option(
         None, "Python file with reward functions that replace the built-in rewards"
     )
@@ -534,8 +501,7 @@ class RewardStackOptions(Options):
     )
     math_verify_timeout: float = option(
         120.0,
-        "Deadline for checking one answer, and for one call of a reward function; what is late scores 0 and "
-        "is counted",
+        "Deadline for checking one answer, and for one call of a reward function; what is late scores 0 and is counted",
         unit="seconds",
         gt=0,
     )
@@ -553,13 +519,11 @@ class RewardStackOptions(Options):
     def _rewards_fit_together(self) -> Self:
         if self.reward_functions_path and not self.reward_functions:
             raise ValueError(
-                f"reward_functions_path={self.reward_functions_path} needs reward_functions: the names to "
-                "call in it"
+                f"reward_functions_path={self.reward_functions_path} needs reward_functions: the names to call in it"
             )
         if self.reward_functions and not self.reward_functions_path:
             raise ValueError(
-                f"reward_functions={','.join(self.reward_functions)} needs reward_functions_path: the file "
-                "they are in"
+                f"reward_functions={','.join(self.reward_functions)} needs reward_functions_path: the file they are in"
             )
         for name in self.reward_functions or ():
             if not name.isidentifier():
@@ -573,9 +537,7 @@ class RewardStackOptions(Options):
             self.penalty_incorrect_answer,
         )
         if not self.reward_functions_path and not any(weights):
-            raise ValueError(
-                "every reward and penalty is 0: nothing can be learnt; give reward_exact_answer=1"
-            )
+            raise ValueError("every reward and penalty is 0: nothing can be learnt; give reward_exact_answer=1")
         return self
 
 
@@ -590,9 +552,9 @@ class DeviceOptions(Options):
 
     section: ClassVar[str] = "Devices and other engines"
 
-    chips_per_vm: Annotated[
-        int | None, OneDevice((), "it describes the machine; one device of it is used")
-    ] = option(None, "Accelerator chips of each VM", unit="chips", ge=1)
+    chips_per_vm: Annotated[int | None, OneDevice((), "it describes the machine; one device of it is used")] = option(
+        None, "Accelerator chips of each VM", unit="chips", ge=1
+    )
     trainer_devices_fraction: WholeFraction = option(1.0, "Share of the devices that trains")
     sampler_devices_fraction: WholeFraction = option(1.0, "Share of the devices that samples")
     ici_data_parallelism: MeshSize = option(1, "Mesh axis: data", unit="devices")
@@ -612,9 +574,9 @@ class DeviceOptions(Options):
     use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
         False, "Use the model's image and audio parts"
     )
-    ragged_gather_reduce_fallback: Annotated[
-        bool, OneDevice((True,), "there is no special kernel for experts")
-    ] = option(True, "Combine experts with plain operations instead of a special kernel")
+    ragged_gather_reduce_fallback: Annotated[bool, OneDevice((True,), "there is no special kernel for experts")] = (
+        option(True, "Combine experts with plain operations instead of a special kernel")
+    )
     checkpoint_storage_use_ocdbt: Annotated[bool, OneDevice((True,), "checkpoints are OCDBT")] = option(
         True, "Store checkpoints in Orbax's OCDBT format"
     )
@@ -624,9 +586,7 @@ class DeviceOptions(Options):
     hbm_utilization_vllm: Annotated[float | None, OneDevice((None,), _NO_VLLM)] = option(
         None, "Share of device memory for vLLM"
     )
-    async_scheduling: Annotated[bool, OneDevice((False,), _NO_VLLM)] = option(
-        False, "vLLM's asynchronous scheduler"
-    )
+    async_scheduling: Annotated[bool, OneDevice((False,), _NO_VLLM)] = option(False, "vLLM's asynchronous scheduler")
     enable_dp_attention: Annotated[bool, OneDevice((False,), _NO_VLLM)] = option(
         False, "vLLM's data-parallel attention"
     )
@@ -651,7 +611,6 @@ class DeviceOptions(Options):
             left_over = [name for name in names if getattr(self, name) == -1]
             if len(left_over) > 1:
                 raise ValueError(
-                    f"{' and '.join(f'{name}=-1' for name in left_over)}: at most one axis can be what is "
-                    "left over"
+                    f"{' and '.join(f'{name}=-1' for name in left_over)}: at most one axis can be what is left over"
                 )
         return self

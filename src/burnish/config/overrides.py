@@ -122,9 +122,7 @@ def _flat(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-_GROUPS = {info.name.rpartition(".")[0] for command in COMMANDS.values() for info in options_of(command)} - {
-    ""
-}
+_GROUPS = {info.name.rpartition(".")[0] for command in COMMANDS.values() for info in options_of(command)} - {""}
 
 
 def _converted(info: OptionInfo, value: Any) -> Any:
@@ -176,9 +174,7 @@ def _names(cls: type[CommandConfig]) -> set[str]:
     return {info.name for info in options_of(cls)}
 
 
-def _problems(
-    error: ValidationError, infos: Mapping[str, OptionInfo], given: Mapping[str, Any]
-) -> Iterator[str]:
+def _problems(error: ValidationError, infos: Mapping[str, OptionInfo], given: Mapping[str, Any]) -> Iterator[str]:
     """One line per option at fault: what was given, what would be right."""
     seen = set()
     for detail in error.errors(include_url=False, include_context=False):

@@ -56,6 +56,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/options.md").write_text(
-        options_markdown(), encoding="utf-8"
-    )
+    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/options.md").write_text(options_markdown(), encoding="utf-8")

@@ -4,6 +4,7 @@ Constructing one checks everything that can be known without touching a file, a 
 that depend on others (-1, null) are kept as given; `resolved_*` says what they come to.
 """
 
+import time
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -14,6 +15,7 @@ from burnish.config.groups import (
     ComputeOptions,
     DataOptions,
     DeviceOptions,
+    DirectoryName,
     EngineOptions,
     EvalSamplingOptions,
     LengthOptions,
@@ -57,9 +59,7 @@ class TrainingConfig(OptimizerOptions, TrainComputeOptions, TrainStepOptions):
     @property
     def resolved_learning_rate_schedule_steps(self) -> int:
         """Length of the learning-rate schedule in optimizer updates."""
-        return (
-            self.num_updates if self.learning_rate_schedule_steps == -1 else self.learning_rate_schedule_steps
-        )
+        return self.num_updates if self.learning_rate_schedule_steps == -1 else self.learning_rate_schedule_steps
 
 
 class RunConfig(
@@ -113,17 +113,14 @@ class RunConfig(
         return self.max_num_seqs or self.resolved_rollout_micro_batch_size * self.rl.num_generations
 
 
-class SFTConfig(
-    CommandConfig, ModelOptions, RunOptions, TrainDataOptions, LengthOptions, TrainingConfig, TagOptions
-):
+class SFTConfig(CommandConfig, ModelOptions, RunOptions, TrainDataOptions, LengthOptions, TrainingConfig, TagOptions):
     """Options of sft."""
 
     section: ClassVar[str] = "Fine-tuning"
 
     random_init: bool = option(
         False,
-        "Start from random weights: load_parameters_path then needs only config.json and the tokenizer's "
-        "files",
+        "Start from random weights: load_parameters_path then needs only config.json and the tokenizer's files",
     )
     batch_size: int = option(8, "Examples per training step", unit="examples", ge=1)
     num_batches: int = option(100, "Training steps", unit="steps", ge=1)
@@ -152,8 +149,7 @@ class EvalConfig(
 
     num_test_batches: AllOrCount = option(
         5,
-        "Evaluation batches, so that num_test_batches × eval_batch_size prompts are asked; -1 is the whole "
-        "split",
+        "Evaluation batches, so that num_test_batches × eval_batch_size prompts are asked; -1 is the whole split",
         unit="batches",
     )
     eval_batch_size: int = option(16, "Prompts per evaluation batch", unit="prompts", ge=1)
@@ -179,13 +175,10 @@ class GenerateConfig(ChatConfig, EngineOptions, TagOptions):
 
     prompt: str | None = option(None, "The prompt")
     prompts_file: str | None = option(None, "File of prompts: one a line, or JSONL with a field question")
-    chat: bool = option(
-        True, "Render each prompt as a user turn of the chat template; false passes it as it is"
-    )
+    chat: bool = option(True, "Render each prompt as a user turn of the chat template; false passes it as it is")
     data_template_path: str | None = option(
         None,
-        "JSON file with SYSTEM_PROMPT and TEMPLATE to put each prompt into, by path or name of a built-in "
-        "one",
+        "JSON file with SYSTEM_PROMPT and TEMPLATE to put each prompt into, by path or name of a built-in one",
     )
     num_completions: int = option(1, "Completions per prompt", unit="completions", ge=1)
     output_file: str | None = option(None, "JSONL file to write completions to", default_words="the terminal")
@@ -195,9 +188,7 @@ class GenerateConfig(ChatConfig, EngineOptions, TagOptions):
         if self.prompt is not None and self.prompts_file is not None:
             raise ValueError("prompt and prompts_file are both given; give one")
         if self.data_template_path is not None and not self.chat:
-            raise ValueError(
-                "data_template_path makes a user turn, which chat=false leaves out; give one of the two"
-            )
+            raise ValueError("data_template_path makes a user turn, which chat=false leaves out; give one of the two")
         return self
 
 
@@ -206,9 +197,7 @@ class ExportConfig(CommandConfig, WeightsOptions):
 
     section: ClassVar[str] = "Export"
 
-    base_output_directory: str = option(
-        ..., "Directory to write the Hugging Face checkpoint to; made by the export"
-    )
+    base_output_directory: str = option(..., "Directory to write the Hugging Face checkpoint to; made by the export")
     weight_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Type of the written tensors", default_words="each tensor's type in the source checkpoint"
     )
@@ -229,7 +218,22 @@ class ExportConfig(CommandConfig, WeightsOptions):
     )
 
 
+class DemoConfig(CommandConfig):
+    """Options of demo."""
+
+    section: ClassVar[str] = "Run"
+
+    base_output_directory: str = option("runs", "Directory under which the demonstration's own directory is made")
+    run_name: DirectoryName = option(
+        None,
+        "Name of that directory",
+        default_words="demo- and date and time of the start",
+        default_factory=lambda: time.strftime("demo-%Y-%m-%d-%H-%M-%S"),
+    )
+
+
 COMMANDS: dict[str, type[CommandConfig]] = {
+    "demo": DemoConfig,
     "train-rl": RunConfig,
     "sft": SFTConfig,
     "evaluate": EvalConfig,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from burnish.config.schema import GenerateConfig
+from burnish.config.schema import ChatConfig, GenerateConfig
 from burnish.data.tokenizer import RenderedPrompt, Tokenizer
 from burnish.data.types import Prompt
 from burnish.errors import BurnishError
@@ -19,6 +19,9 @@ from burnish.rl.loading import ModelSource, compute_dtype, open_model
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group
 
+MAX_SLOTS = 32
+"""Completions decoded at the same time, unless max_num_seqs says otherwise."""
+
 
 def generate(cfg: GenerateConfig) -> None:
     """Complete the prompts of the options. Raises BurnishError."""
@@ -28,11 +31,11 @@ def generate(cfg: GenerateConfig) -> None:
     total = len(prompts) * cfg.num_completions
     console = Console()
     with StepPrinter(1, console) as printer:
-        engine = _engine(cfg, model, total)
+        engine = _engine(cfg, model, min(cfg.max_num_seqs or MAX_SLOTS, total))
         groups = engine.generate(
             prompts,
             setup.completion_seeds(cfg.seed, "generate", 0, prompts, cfg.num_completions),
-            setup.sampling_params(cfg, cfg, cfg, model.tokenizer),
+            setup.sampling_params(cfg, model.tokenizer),
             lambda finished, tokens: printer.sampling("sampling", finished, total, tokens),
         )
     if cfg.output_file is not None:
@@ -46,15 +49,12 @@ def generate(cfg: GenerateConfig) -> None:
             console.print(completion.text, markup=False, highlight=False, soft_wrap=True)
 
 
-def chat(cfg: GenerateConfig) -> None:
+def chat(cfg: ChatConfig) -> None:
     """Talk to the model until an empty line or end of input. The conversation is rendered anew each turn; its oldest
     exchanges are left out once it no longer fits. Raises BurnishError."""
-    for name in ("prompt", "prompts_file", "output_file"):
-        if getattr(cfg, name) is not None:
-            raise BurnishError(f"chat asks at the terminal and takes no {name}; use burnish generate", exit_code=2)
     model = open_model(cfg)
-    engine = _engine(cfg, model, 1)
-    sampling = setup.sampling_params(cfg, cfg, cfg, model.tokenizer)
+    engine = _engine(cfg, model, max_slots=1)
+    sampling = setup.sampling_params(cfg, model.tokenizer)
     console = Console()
     console.print(f"{model.describe()}\nAn empty line ends the chat.", markup=False, highlight=False)
     messages: list[dict[str, str]] = []
@@ -127,8 +127,8 @@ def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -
         del messages[:2]
 
 
-def _engine(cfg: GenerateConfig, model: ModelSource, total: int) -> BuiltinEngine:
-    engine = setup.make_engine(model, cfg, min(cfg.max_num_seqs or 32, total), cfg.dtype)
+def _engine(cfg: ChatConfig, model: ModelSource, max_slots: int) -> BuiltinEngine:
+    engine = setup.make_engine(model, cfg, max_slots, cfg.dtype)
     params = model.load(jnp.dtype(compute_dtype(cfg.dtype)).name)
     engine.load_weights(jax.tree.map(jnp.asarray, params), 0)
     return engine

@@ -6,7 +6,7 @@ are here; what a step does is the loop's.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,7 @@ class Run:
         if step is None:
             return None
         like = abstract_state(model, updater, self.cfg.weight_dtype)
-        params, rest, extra = self.store.restore(step, like.params, dataclasses.replace(like, params=None))
+        params, rest, extra = self.store.restore(step, like.params, dataclasses.replace(like, params={}))
         self.saved_step = step
         self.printer.note(f"Resuming {self.directory.path} from step {step}")
         return Restored(step, dataclasses.replace(rest, params=params), extra)
@@ -111,7 +111,7 @@ class Run:
             return 0.0
         start = time.perf_counter()
         self.printer.phase(f"step {step}: saving")
-        self.store.save(step, state.params, dataclasses.replace(state, params=None), extra, self.snapshot)
+        self.store.save(step, state.params, dataclasses.replace(state, params={}), extra, self.snapshot)
         self.saved_step = step
         return time.perf_counter() - start
 
@@ -175,9 +175,7 @@ def _keep_config(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> list[st
                 f"{directory.path} was started with {was}; a resumed run needs the same: give it, or start a new run"
             )
         notes = [f"Changed since the run was started: {k}: {before.get(k)} -> {options[k]}" for k in sorted(changed)]
-    header = (
-        f"# The options of this run (burnish {__version__}); a recipe: burnish <command> config.yaml run_name=...\n"
-    )
+    header = f"# The options of this run (burnish {__version__}), usable as a recipe: burnish <command> config.yaml\n"
     write_whole(directory.config, header + yaml.safe_dump(options, sort_keys=True, allow_unicode=True))
     return notes
 
@@ -195,6 +193,3 @@ def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> T
 def initial_state(params: Params, updater: Updater) -> TrainState:
     """A fresh state around weights that were read from disk."""
     return updater.init(jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params))
-
-
-Progress = Callable[[int, int], None]

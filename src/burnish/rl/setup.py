@@ -135,7 +135,7 @@ def make_engine(source: ModelSource, lengths: LengthOptions, max_slots: int, dty
         source.tokenizer.decode,
         max_slots=max_slots,
         max_prompt_tokens=lengths.max_prefill_predict_length,
-        max_total_tokens=cfg.max_target_length,
+        max_total_tokens=lengths.max_target_length,
         dtype=compute_dtype(dtype),
     )
 

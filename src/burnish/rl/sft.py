@@ -25,7 +25,7 @@ from burnish.rl.update import Updater
 
 
 def sft(cfg: SFTConfig) -> dict[str, Any]:
-    """Run the whole fine-tuning and return its summary. Raises BurnishError for everything that is the user's to fix."""
+    """Run the whole fine-tuning and return its summary. Raises BurnishError for what is the user's to fix."""
     model = open_model(cfg)
     data, tags = setup.data_options(cfg), setup.tags(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_demonstrations(data, "train", tags))
@@ -40,11 +40,8 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
         updater = Updater(model.spec, setup.update_options(cfg))
         restored = run.restore(model, updater)
         if restored is None:
-            state, extra, start = (
-                initial_state(_weights(cfg, model), updater),
-                {"seconds": 0.0, "before": None},
-                0,
-            )
+            state, start = initial_state(_weights(cfg, model), updater), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])

@@ -74,7 +74,14 @@ class Sampled:
 
 
 def train(cfg: RunConfig) -> dict[str, Any]:
-    """Run the whole training and return its summary. Raises BurnishError for everything that is the user's to fix."""
+    """Run the whole training, print what it came to and return its summary. Raises BurnishError."""
+    outcome = run_training(cfg)
+    print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
+    return outcome.summary
+
+
+def run_training(cfg: RunConfig) -> Outcome:
+    """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
     model = open_model(cfg)
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
@@ -110,9 +117,7 @@ def train(cfg: RunConfig) -> dict[str, Any]:
             assert initial is not None
             reference = initial_state(initial, updater).params
         parts = Parts(cfg, model, engine, stack, updater, reference)
-        outcome = _run(run, parts, pipeline, eval_prompts, state, extra, start)
-    print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
-    return outcome.summary
+        return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
 
 def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
@@ -405,7 +410,7 @@ def _finish(run: Run, before: EvalStats | None, after: EvalStats | None, seconds
         ):
             values = [getattr(stats, attribute) * scale for stats in (before, after)]
             summary |= {f"{name}_before": values[0], f"{name}_after": values[1]}
-            figures.append(BeforeAfter(name.replace("_", " "), *values, percent=scale != 1.0))
+            figures.append(BeforeAfter(name.replace("_", " "), values[0], values[1], percent=scale != 1.0))
         summary["eval_prompts"] = after.total
     plot_rewards(
         read_metrics(directory.metrics),
