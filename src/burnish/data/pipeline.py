@@ -52,9 +52,12 @@ class PromptPipeline(Iterator[list[Prompt]]):
         self._max_prompt_tokens = max_prompt_tokens
         self._rendered: dict[int, RenderedPrompt | None] = {}
 
-        rows = grain.MapDataset.range(len(examples)).seed(seed)
+        rows = grain.MapDataset.range(len(examples))
         if train_fraction < 1.0:
-            rows = rows.shuffle(seed=seed)[: int(len(examples) * train_fraction)]
+            # Listed, because a slice of a shuffled MapDataset holds other rows in each epoch.
+            shuffled = rows.shuffle(seed=seed)
+            share = [int(shuffled[i]) for i in range(int(len(examples) * train_fraction))]
+            rows = grain.MapDataset.source(share)
         if shuffle:
             rows = rows.shuffle(seed=seed)
         if len(rows) == 0:
