@@ -60,8 +60,7 @@ SHAPES = (
         "gain",
         (
             "{name} has {a} {things}. {other} gives {name} {b} more. How many {things} does {name} have now?",
-            "There are {a} {things} on a table. {name} puts {b} more there. How many {things} are on the "
-            "table now?",
+            "There are {a} {things} on a table. {name} puts {b} more there. How many {things} are on the table now?",
         ),
         (_TERM, _TERM),
         (("a", "+", "b"),),
@@ -71,8 +70,7 @@ SHAPES = (
     Shape(
         "loss",
         (
-            "{name} has {a} {things} and gives {b} of them to {other}. How many {things} does {name} have "
-            "left?",
+            "{name} has {a} {things} and gives {b} of them to {other}. How many {things} does {name} have left?",
             "There are {a} {things} on a table. {name} takes {b} of them. How many {things} are left?",
         ),
         (_TERM, _TERM),
@@ -105,8 +103,7 @@ SHAPES = (
     Shape(
         "gain then loss",
         (
-            "{name} has {a} {things}, finds {b} more and then loses {c}. How many {things} does {name} have "
-            "left?",
+            "{name} has {a} {things}, finds {b} more and then loses {c}. How many {things} does {name} have left?",
             "{name} has {a} {things}. {other} gives {name} {b} more, and {name} sells {c}. "
             "How many {things} does {name} have now?",
         ),
@@ -118,8 +115,7 @@ SHAPES = (
     Shape(
         "loss then gain",
         (
-            "{name} has {a} {things}, loses {b} and then finds {c} more. How many {things} does {name} have "
-            "now?",
+            "{name} has {a} {things}, loses {b} and then finds {c} more. How many {things} does {name} have now?",
             "There are {a} {things} on a table. {name} takes {b} of them and {other} puts {c} more there. "
             "How many {things} are on the table now?",
         ),
@@ -144,8 +140,7 @@ SHAPES = (
     Shape(
         "packs less some",
         (
-            "{name} fills {a} {packs} with {b} {things} each and then sells {c} {things}. How many {things} "
-            "are left?",
+            "{name} fills {a} {packs} with {b} {things} each and then sells {c} {things}. How many {things} are left?",
             "{name} has {a} {packs} with {b} {things} in each and gives {c} {things} to {other}. "
             "How many {things} does {name} have left?",
         ),
@@ -157,10 +152,8 @@ SHAPES = (
     Shape(
         "more than",
         (
-            "{name} has {a} {things}. {other} has {b} more than {name}. How many {things} do they have "
-            "together?",
-            "{name} finds {a} {things} and {other} finds {b} more than {name}. How many {things} do they "
-            "find in all?",
+            "{name} has {a} {things}. {other} has {b} more than {name}. How many {things} do they have together?",
+            "{name} finds {a} {things} and {other} finds {b} more than {name}. How many {things} do they find in all?",
         ),
         (_TERM, _TERM),
         (("a", "+", "b"), ("a", "+", "r1")),
@@ -170,10 +163,8 @@ SHAPES = (
     Shape(
         "fewer than",
         (
-            "{name} has {a} {things}. {other} has {b} fewer than {name}. How many {things} do they have "
-            "together?",
-            "{name} finds {a} {things} and {other} finds {b} fewer than {name}. How many {things} do they "
-            "find in all?",
+            "{name} has {a} {things}. {other} has {b} fewer than {name}. How many {things} do they have together?",
+            "{name} finds {a} {things} and {other} finds {b} fewer than {name}. How many {things} do they find in all?",
         ),
         (_TERM, _TERM),
         (("a", "-", "b"), ("a", "+", "r1")),
@@ -183,10 +174,8 @@ SHAPES = (
     Shape(
         "times as many",
         (
-            "{name} has {a} {things}. {other} has {b} times as many. How many {things} do they have "
-            "together?",
-            "{name} finds {a} {things} and {other} finds {b} times as many. How many {things} do they find "
-            "in all?",
+            "{name} has {a} {things}. {other} has {b} times as many. How many {things} do they have together?",
+            "{name} finds {a} {things} and {other} finds {b} times as many. How many {things} do they find in all?",
         ),
         (_FACTOR, _PARTS),
         (("a", "*", "b"), ("a", "+", "r1")),

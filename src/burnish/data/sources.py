@@ -69,9 +69,7 @@ _GSM8K = "openai/gsm8k"
 _LAYOUTS = {
     _GSM8K: _Layout(solution="answer", subset="main"),
     "nvidia/OpenMathInstruct-2": _Layout("problem", "expected_answer", "generated_solution"),
-    "nvidia/OpenMathReasoning": _Layout(
-        "problem", "expected_answer", "generated_solution", skip_unanswered=True
-    ),
+    "nvidia/OpenMathReasoning": _Layout("problem", "expected_answer", "generated_solution", skip_unanswered=True),
     "open-r1/OpenR1-Math-220k": _Layout("problem", "answer", "solution", "default", skip_unanswered=True),
     "bethgelab/CuratedThoughts": _Layout(
         "problem", "answer", "solution", "OpenR1-Math-220k-default", skip_unanswered=True
@@ -134,9 +132,7 @@ def _builtin(options: DataOptions, split: arithmetic.Split, tags: Tags | None) -
     careless = options.hf_subset == "careless"
     if tags is None:
         if careless:
-            raise DataError(
-                "hf_subset=careless has demonstrations only (sft); for questions give hf_subset=main"
-            )
+            raise DataError("hf_subset=careless has demonstrations only (sft); for questions give hf_subset=main")
         return arithmetic.generate(split, BUILTIN_SIZES[split], seed=0)
     return arithmetic.demonstrations(split, BUILTIN_SIZES[split], seed=0, careless=careless, tags=tags)
 
@@ -264,9 +260,7 @@ def _answered(rows: Rows, column: str, place: str) -> Rows:
     answers = (row.get(column) for row in rows) if isinstance(rows, list) else rows[column]  # type: ignore
     kept = _select(rows, [i for i, answer in enumerate(answers) if answer])
     if len(kept) < len(rows):
-        logger.warning(
-            "%s: left out %d of %d rows, which have no answer", place, len(rows) - len(kept), len(rows)
-        )
+        logger.warning("%s: left out %d of %d rows, which have no answer", place, len(rows) - len(kept), len(rows))
     return kept
 
 
@@ -346,9 +340,7 @@ def _processor(path: str, place: str) -> Callable[[int, Row], Example]:
         try:
             made = process_data(dict(row))
         except Exception as error:
-            raise DataError(
-                f"{where} raised {type(error).__name__}: {error}; the row is {_short(row)}"
-            ) from error
+            raise DataError(f"{where} raised {type(error).__name__}: {error}; the row is {_short(row)}") from error
         if not isinstance(made, dict) or not {"question", "answer"} <= made.keys() <= {*_MADE}:
             raise DataError(
                 f"{where} is to return a dict with question, answer and, if it makes the user's turn itself, "

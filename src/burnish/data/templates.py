@@ -52,9 +52,7 @@ class PromptTemplate:
         except json.JSONDecodeError as error:
             raise DataError(f"data_template_path={path_or_name}: not valid JSON ({error})") from None
         if not isinstance(content, dict):
-            raise DataError(
-                f"data_template_path={path_or_name}: expected an object with SYSTEM_PROMPT and TEMPLATE"
-            )
+            raise DataError(f"data_template_path={path_or_name}: expected an object with SYSTEM_PROMPT and TEMPLATE")
         for key in ("SYSTEM_PROMPT", "TEMPLATE"):
             if not isinstance(content.get(key), str):
                 raise DataError(
@@ -62,9 +60,7 @@ class PromptTemplate:
                     f"the file has {sorted(content)}"
                 )
         if "{question}" not in content["TEMPLATE"]:
-            raise DataError(
-                f"data_template_path={path_or_name}: TEMPLATE has no {{question}}: {content['TEMPLATE']!r}"
-            )
+            raise DataError(f"data_template_path={path_or_name}: TEMPLATE has no {{question}}: {content['TEMPLATE']!r}")
         for marker in _TURN_MARKERS:
             if marker in content["TEMPLATE"] or marker in content["SYSTEM_PROMPT"]:
                 raise DataError(

@@ -66,9 +66,7 @@ class Tokenizer:
     def encode_completion(self, text: str) -> list[int]:
         """The ids of an answer to learn from: the text and the token that ends the turn."""
         if self.end_of_turn_id is None:
-            raise DataError(
-                f"tokenizer {self.name}: has no EOS and its chat template ends no turn; nothing stops it"
-            )
+            raise DataError(f"tokenizer {self.name}: has no EOS and its chat template ends no turn; nothing stops it")
         return [*self.encode(text), self.end_of_turn_id]
 
     def render_prompt(self, user_text: str) -> RenderedPrompt:
@@ -100,9 +98,7 @@ class Tokenizer:
                     f"is to be said: …{text[-60:]!r}. Its chat template does not begin the assistant's turn "
                     "(add_generation_prompt); give another one with chat_template_path."
                 )
-        return [
-            RenderedPrompt(text, tuple(int(i) for i in row)) for text, row in zip(texts, ids, strict=True)
-        ]
+        return [RenderedPrompt(text, tuple(int(i) for i in row)) for text, row in zip(texts, ids, strict=True)]
 
 
 def load_tokenizer(
@@ -147,9 +143,7 @@ def _read_chat_template(path: str | Path | None) -> str | None:
         return None
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(
-            f"chat_template_path={path}: there is no such file; it is to hold a Jinja chat template"
-        )
+        raise DataError(f"chat_template_path={path}: there is no such file; it is to hold a Jinja chat template")
     return file.read_text(encoding="utf-8")
 
 
@@ -160,9 +154,7 @@ def _end_of_turn(hf: Any) -> int | None:
     chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     try:
         rendered = hf.apply_chat_template(chat, tokenize=False)
-    except (
-        Exception
-    ):  # a template may refuse such a chat in a language of its own; then it has no end of turn
+    except Exception:  # a template may refuse such a chat in a language of its own; then it has no end of turn
         return None
     _, found, after = rendered.rpartition(_PROBE)
     ids = hf.encode(after.lstrip(), add_special_tokens=False) if found else []
@@ -183,9 +175,7 @@ def _eos_ids(place: str, file: str, token: str | None) -> list[int]:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-    except (
-        OSError
-    ):  # no such repository: the tokenizer was found elsewhere, so there is no model file to read
+    except OSError:  # no such repository: the tokenizer was found elsewhere, so there is no model file to read
         return []
     if path is None:
         return []
