@@ -174,10 +174,8 @@ def _expand(option: str, patterns: Sequence[str] | None) -> list[str]:
     """The files that patterns name. Raises DataError for one that names none."""
     files: list[str] = []
     for pattern in patterns or ():
-        if epath.Path(pattern).exists():
-            found = [pattern]
-        else:
-            found = sorted(glob.glob(str(Path(pattern).expanduser())))
+        exists = epath.Path(pattern).exists()
+        found = [pattern] if exists else sorted(glob.glob(str(Path(pattern).expanduser())))
         if not found:
             raise DataError(f"{option}: there is no file {pattern}")
         files += found
