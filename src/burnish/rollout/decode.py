@@ -23,7 +23,7 @@ from burnish.models.attention import MASKED, packed_attention
 from burnish.models.params import Params, unstack_layers
 from burnish.models.rope import rope_tables
 from burnish.models.spec import ModelSpec
-from burnish.rollout.sampling import Cuts, sample, token_uniforms
+from burnish.rollout.sampling import Cuts, Way, sample, token_uniforms
 
 CHUNK = 16
 """Most decode steps in one call: a row that stops early idles for the rest of its chunk."""
@@ -94,9 +94,7 @@ def empty_caches(spec: ModelSpec, num: int, columns: int, dtype: Any) -> list[La
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))
 @_counted
-def prefill(
-    spec: ModelSpec, view: Params, tokens: jax.Array, lengths: jax.Array, dtype: Any
-) -> list[LayerCache]:
+def prefill(spec: ModelSpec, view: Params, tokens: jax.Array, lengths: jax.Array, dtype: Any) -> list[LayerCache]:
     """Keys and values of prompts: tokens (P, S) int32, padded on the right, lengths (P,) int32."""
     P, S = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(S), (P, S))
@@ -220,7 +218,7 @@ def _step(
     return decoder.unembed(view, x), written
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"), donate_argnames="own")
+@partial(jax.jit, static_argnames=("spec", "way", "dtype"), donate_argnames="own")
 @_counted
 def decode_chunk(
     spec: ModelSpec,
@@ -233,6 +231,7 @@ def decode_chunk(
     num_steps: jax.Array,
     stop_ids: jax.Array,
     cuts: Cuts,
+    way: Way,
     dtype: Any,
 ) -> tuple[Chunk, list[LayerCache]]:
     """Sample up to `num_steps` () int32 ≤ CHUNK tokens in every active row, ending early when no row is
@@ -252,7 +251,7 @@ def decode_chunk(
             spec, view, lanes, own, lane_visible,
             tokens, rows.positions + i, rows.ages + i, (column + i) % columns, dtype,
         )  # fmt: skip
-        tokens, logprobs = sample(logits, token_uniforms(rows.keys, rows.counts + i), cuts)
+        tokens, logprobs = sample(logits, token_uniforms(rows.keys, rows.counts + i), cuts, way)
         emitted = chunk.emitted + chunk.active
         stopped = (tokens[:, None] == stop_ids).any(axis=1) | (rows.counts + emitted >= rows.limits)
         chunk = Chunk(

@@ -18,7 +18,7 @@ from burnish.models.params import ParamInfo, Params, param_infos
 from burnish.models.spec import ModelSpec
 from burnish.rollout import decode
 from burnish.rollout.decode import CHUNK, Rows
-from burnish.rollout.sampling import Cuts, cuts_from, seed_keys
+from burnish.rollout.sampling import cuts_from, seed_keys
 from burnish.rollout.schedule import Schedule, Slot, bucket
 from burnish.rollout.stopping import stop_string_end
 from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
@@ -106,9 +106,7 @@ class BuiltinEngine:
             return []
         needed = max(len(p.token_ids) for p in prompts) - 1
         self._lane_columns = max(self._lane_columns, bucket(needed, 32, halves=True))
-        run = _Run(
-            self._spec, self._view, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots
-        )
+        run = _Run(self._spec, self._view, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots)
         done: list[dict[int, Completion]] = [{} for _ in prompts]
         tokens = finished = 0
         while drafts := run.advance():
@@ -149,9 +147,7 @@ class BuiltinEngine:
             seed=draft.seed,
         )
 
-    def _check(
-        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> None:
+    def _check(self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but seeds for {len(seeds)}")
         if sampling.max_total_tokens > self._max_total_tokens:
@@ -216,7 +212,7 @@ class _Run:
         stop_ids = () if sampling.ignore_stop else sampling.stop_token_ids
         self._stop_ids = np.full(bucket(len(stop_ids), 8), -1, np.int32)
         self._stop_ids[: len(stop_ids)] = stop_ids
-        self._cuts: Cuts = cuts_from(sampling, spec.vocab_size)
+        self._cuts, self._way = cuts_from(sampling, spec.vocab_size)
 
     def advance(self) -> list[tuple[_Draft, int]]:
         """Refill, sample a chunk, and return each sampled draft with its number of new tokens; [] when all is
@@ -233,7 +229,7 @@ class _Run:
         steps = min(CHUNK, wanted, self._columns - oldest)
         chunk, self._own = decode.decode_chunk(
             self._spec, self._view, self._lanes, self._lane_lengths, self._own, self._rows,
-            np.int32(self._column), np.int32(steps), self._stop_ids, self._cuts, dtype=self._dtype,
+            np.int32(self._column), np.int32(steps), self._stop_ids, self._cuts, self._way, dtype=self._dtype,
         )  # fmt: skip
         return self._collect(active, jax.device_get(chunk))
 
@@ -290,9 +286,7 @@ class _Run:
                 batch, groups = groups[:size], groups[size:]
                 self._prefill_batch(batch, lanes_of, size, columns)
 
-    def _prefill_batch(
-        self, groups: Sequence[int], lanes_of: dict[int, list[int]], size: int, columns: int
-    ) -> None:
+    def _prefill_batch(self, groups: Sequence[int], lanes_of: dict[int, list[int]], size: int, columns: int) -> None:
         tokens, lengths = np.zeros((size, columns), np.int32), np.zeros(size, np.int32)
         sources = np.full(self._schedule.num_lanes, -1, np.int32)
         for i, group in enumerate(groups):

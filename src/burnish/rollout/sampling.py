@@ -1,13 +1,13 @@
 """Drawing one token per row from logits: temperature, top-k, top-p, min-p, one uniform number per row.
 
-A random number per vocabulary entry (Gumbel) is the dearest part of a small model's decode step, so a row
-draws one uniform number, which depends on its seed and token index alone, and inverts the cumulative
-distribution. Small top-k goes through `lax.top_k`; everything else finds the cut as a threshold on the logits
-and inverts in two levels. Which way is taken is decided on the device, so sampling options never cause a
-compilation.
+A random number per vocabulary entry (Gumbel) is the dearest part of a small model's decode step, so a row draws
+one uniform number, which depends on its seed and token index alone, and inverts the cumulative distribution.
+Small top-k goes through `lax.top_k`; everything else finds the cut as a threshold on the logits and inverts in
+two levels.
 """
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,13 @@ MAX_CANDIDATES = 64
 
 _BLOCK = 256  # vocabulary entries summed at a time by the two-level inversion
 
-_BY_CANDIDATES, _WITHOUT_CUT, _BY_THRESHOLD = range(3)
+
+class Way(Enum):
+    """How a token is found. Part of what is compiled; all other sampling options are not."""
+
+    CANDIDATES = "candidates"  # top-k up to MAX_CANDIDATES, greedy too
+    WHOLE = "whole"  # no top-k, no top-p
+    THRESHOLD = "threshold"  # all else
 
 
 class Cuts(NamedTuple):
@@ -32,25 +38,20 @@ class Cuts(NamedTuple):
     top_k: Any  # () int32, 1..V; V cuts nothing
     top_p: Any  # () float32
     min_p: Any  # () float32
-    way: Any  # () int32, which of the three samplers
 
 
-def cuts_from(sampling: SamplingParams, vocab_size: int) -> Cuts:
+def cuts_from(sampling: SamplingParams, vocab_size: int) -> tuple[Cuts, Way]:
     greedy = sampling.temperature == 0
     top_k = 1 if greedy else min(sampling.top_k or vocab_size, vocab_size)
-    if top_k <= MAX_CANDIDATES:
-        way = _BY_CANDIDATES
-    elif top_k == vocab_size and sampling.top_p >= 1:
-        way = _WITHOUT_CUT
-    else:
-        way = _BY_THRESHOLD
-    return Cuts(
+    cuts = Cuts(
         temperature=np.float32(1.0 if greedy else sampling.temperature),
         top_k=np.int32(top_k),
         top_p=np.float32(sampling.top_p),
         min_p=np.float32(sampling.min_p),
-        way=np.int32(way),
     )
+    if top_k <= MAX_CANDIDATES:
+        return cuts, Way.CANDIDATES
+    return cuts, Way.WHOLE if top_k == vocab_size and sampling.top_p >= 1 else Way.THRESHOLD
 
 
 def seed_keys(seeds: list[int]) -> np.ndarray:
@@ -68,7 +69,7 @@ def token_uniforms(keys: jax.Array, token_indices: jax.Array) -> jax.Array:
     return jax.vmap(one)(keys, token_indices)
 
 
-def sample(logits: jax.Array, uniforms: jax.Array, cuts: Cuts) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, uniforms: jax.Array, cuts: Cuts, way: Way) -> tuple[jax.Array, jax.Array]:
     """logits (B, V) float32, uniforms (B,) in [0, 1) -> tokens (B,) int32, logprobs (B,) float32.
 
     The order of cuts is that of transformers: temperature, top-k, top-p among what top-k kept (the token that
@@ -77,7 +78,8 @@ def sample(logits: jax.Array, uniforms: jax.Array, cuts: Cuts) -> tuple[jax.Arra
     the lowest ids are kept, above it all of them.
     """
     scaled = logits / cuts.temperature
-    tokens = lax.switch(cuts.way, (_by_candidates, _without_cut, _by_threshold), scaled, uniforms, cuts)
+    find = {Way.CANDIDATES: _by_candidates, Way.WHOLE: _from_whole, Way.THRESHOLD: _by_threshold}[way]
+    tokens = find(scaled, uniforms, cuts)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
     return tokens, chosen - jax.nn.logsumexp(scaled, axis=1)
 
@@ -99,7 +101,8 @@ def _last_positive(weights: jax.Array) -> jax.Array:
 
 def _by_candidates(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
     count = min(MAX_CANDIDATES, scaled.shape[1])
-    values, ids = lax.top_k(scaled, count)
+    # The barrier keeps XLA from merging our slices into top_k's, after which it sorts the whole vocabulary.
+    values, ids = lax.optimization_barrier(lax.top_k(scaled, count))
     weights = jnp.where(jnp.arange(count) < cuts.top_k, jnp.exp(values - values[:, :1]), 0.0)
     before = jnp.cumsum(weights, axis=1) - weights
     keep = (before < cuts.top_p * weights.sum(axis=1, keepdims=True)) & (weights >= cuts.min_p)
@@ -108,7 +111,7 @@ def _by_candidates(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Ar
     return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
 
 
-def _without_cut(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
+def _from_whole(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
     weights = jnp.exp(scaled - scaled.max(axis=1, keepdims=True))
     return _invert_in_blocks(jnp.where(weights >= cuts.min_p, weights, 0.0), uniforms)
 
@@ -122,9 +125,7 @@ def _by_threshold(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Arr
     mass = cuts.top_p * weights.sum(axis=1)
     floor = lax.cond(
         cuts.top_p < 1,
-        lambda: _lowest(
-            lambda t: jnp.sum(jnp.where(order > t, weights, 0.0), axis=1) < mass, scaled.shape[0]
-        ),
+        lambda: _lowest(lambda t: jnp.sum(jnp.where(order > t, weights, 0.0), axis=1) < mass, scaled.shape[0]),
         lambda: floor,
     )
     keep = (order >= floor[:, None]) & (weights >= cuts.min_p)

@@ -1,0 +1,159 @@
+"""Tokens per second of the built-in generation engine, as a share of this machine's own matrix-product rate.
+
+Default work: SmolLM2-135M's sizes with random weights, 8 prompts of 128 tokens × 4 completions of exactly 128 new
+tokens, float32, temperature 0.8, top-k 50, top-p 0.95. 2·N floating-point operations are counted per sampled token;
+prefill, attention and sampling are part of the time and not of the count. The matrix-product rate is measured anew
+before every repeat, so that both feel the same machine.
+
+    python benchmarks/rollout.py [--model HF_DIRECTORY] [--json FILE]
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import machine_facts, matmul_rate, measured, peak_memory_gb, summary, write_json
+
+from burnish.data.types import Prompt
+from burnish.models.params import Params, init_params, num_params
+from burnish.models.spec import ModelSpec, RopeSpec
+from burnish.rollout.engine import BuiltinEngine
+from burnish.rollout.types import SamplingParams
+
+SMOLLM2_135M = ModelSpec(
+    family="llama",
+    num_layers=30,
+    d_model=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    d_mlp=1536,
+    vocab_size=49152,
+    rms_norm_eps=1e-5,
+    tied_head=True,
+    max_positions=8192,
+    rope=RopeSpec(theta=100_000.0),
+)
+
+
+def load_model(path: str | None) -> tuple[ModelSpec, Params]:
+    if path is None:
+        return SMOLLM2_135M, init_params(SMOLLM2_135M, jax.random.key(0))
+    from burnish.checkpoints.hf_import import load_params
+
+    return load_params(path)
+
+
+def random_prompts(num: int, length: int, vocab_size: int, repeat: int) -> list[Prompt]:
+    rng = np.random.default_rng(repeat)
+    return [Prompt(i, "", "", "", tuple(rng.integers(0, vocab_size, length).tolist())) for i in range(num)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Hugging Face directory; default: random weights of SmolLM2-135M's sizes")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--completions", type=int, default=4, help="per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128, help="per completion, exactly")
+    parser.add_argument("--max-slots", type=int, help="completions side by side; default: all")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-k", type=int, default=50)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", help="write the result to this file")
+    args = parser.parse_args()
+
+    spec, params = load_model(args.model)
+    total = args.prompt_tokens + args.new_tokens
+    engine = BuiltinEngine(
+        spec,
+        lambda ids: "",
+        max_slots=args.max_slots or args.prompts * args.completions,
+        max_prompt_tokens=args.prompt_tokens,
+        max_total_tokens=total,
+        dtype=jnp.dtype(args.dtype),
+    )
+    sampling = SamplingParams(
+        max_total_tokens=total,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        ignore_stop=True,
+    )
+
+    def generate(repeat: int) -> int:
+        prompts = random_prompts(args.prompts, args.prompt_tokens, spec.vocab_size, repeat)
+        G = args.completions
+        seeds = [[(repeat * args.prompts + p) * G + g for g in range(G)] for p in range(args.prompts)]
+        groups = engine.generate(prompts, seeds, sampling)
+        return sum(len(c.token_ids) for g in groups for c in g.completions)
+
+    with measured() as load:
+        engine.load_weights(params, version=0)
+        jax.block_until_ready(params)
+    start = time.perf_counter()
+    generate(0)  # compiles
+    first_s = time.perf_counter() - start
+    compilations = engine.num_compilations
+
+    gflop_per_token = 2 * num_params(spec) / 1e9
+    runs: list[dict[str, Any]] = []
+    for repeat in range(1, args.repeats + 1):
+        rate = matmul_rate()
+        with measured() as usage:
+            tokens = generate(repeat)
+        tok_s, tok_cpu_s = tokens / usage.wall_s, tokens / usage.cpu_s
+        runs.append(
+            {
+                "tokens": tokens,
+                "usage": usage,
+                "matmul_rate": rate,
+                "tokens_per_s": tok_s,
+                "tokens_per_cpu_s": tok_cpu_s,
+                "share_of_matmul": tok_s * gflop_per_token / rate.gflops,
+                "share_of_matmul_per_cpu_s": tok_cpu_s * gflop_per_token / rate.gflops_per_cpu_s,
+            }
+        )
+        print(
+            f"repeat {repeat}: {tok_s:6.1f} tok/s  {tok_cpu_s:6.1f} tok/CPU-s  matmul {rate.gflops:5.1f} GFLOP/s  "
+            f"share {runs[-1]['share_of_matmul']:.0%} wall, {runs[-1]['share_of_matmul_per_cpu_s']:.0%} CPU  "
+            f"(others busy: {usage.others_cores:.2f} cores)",
+            flush=True,
+        )
+    medians = {
+        name: summary([run[name] for run in runs])
+        for name in ("tokens_per_s", "tokens_per_cpu_s", "share_of_matmul", "share_of_matmul_per_cpu_s")
+    }
+    wall = statistics.median(run["usage"].wall_s for run in runs)
+    result = {
+        "machine": machine_facts(),
+        "work": vars(args),
+        "parameters": num_params(spec),
+        **medians,
+        "compile_s": first_s - wall,
+        "compilations": compilations,
+        "compilations_after_warm_up": engine.num_compilations - compilations,
+        "load_weights": load,
+        "peak_memory_gb": peak_memory_gb(),
+        "runs": runs,
+    }
+    print(
+        f"median: {medians['tokens_per_s']['median']:.1f} tok/s, "
+        f"{medians['tokens_per_cpu_s']['median']:.1f} tok/CPU-s, "
+        f"{medians['share_of_matmul']['median']:.0%} of this machine's float32 matrix-product rate\n"
+        f"compile {result['compile_s']:.1f} s ({compilations} compilations, "
+        f"{result['compilations_after_warm_up']} after warm-up), load_weights {load.wall_s:.2f} s, "
+        f"peak memory {result['peak_memory_gb']:.2f} GB"
+    )
+    if args.json:
+        write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
