@@ -75,7 +75,9 @@ class BuiltinEngine:
         self._dtype = jnp.dtype(dtype)
         self._view: Params | None = None
         self._version = -1
-        self._lane_columns = 1  # only ever grows, so that batches with shorter prompts compile nothing
+        # The same for every batch, whatever came before: nothing is compiled anew, and a resumed run's rounding is the
+        # same as that of a run in one go.
+        self._lane_columns = bucket(max_prompt_tokens - 1, 32, halves=True)
         self._compilations_before = decode.compilations.total()
 
     @property
@@ -104,8 +106,6 @@ class BuiltinEngine:
         self._check(prompts, seeds, sampling)
         if not prompts:
             return []
-        needed = max(len(p.token_ids) for p in prompts) - 1
-        self._lane_columns = max(self._lane_columns, bucket(needed, 32, halves=True))
         run = _Run(self._spec, self._view, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots)
         done: list[dict[int, Completion]] = [{} for _ in prompts]
         tokens = finished = 0
