@@ -89,6 +89,11 @@ class PromptPipeline(Iterator[list[Prompt]]):
     def __iter__(self) -> "PromptPipeline":
         return self
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt among the rows read: no batch has a longer one."""
+        return max(len(prompt.token_ids) for prompt in self._rendered.values() if prompt is not None)
+
     def state(self) -> dict[str, Any]:
         """The position, as JSON-able values. Taken between two batches, it says which batch comes next."""
         return self._batches.get_state()

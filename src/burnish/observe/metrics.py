@@ -160,6 +160,11 @@ class MetricsWriter:
                 self._events.add_scalar(name, value, step)
             self._events.flush()
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last line, None without one."""
+        return self._last_step
+
     def close(self) -> None:
         """Ends the TensorBoard file; metrics.jsonl is complete after every write."""
         if self._events is not None:

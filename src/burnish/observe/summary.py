@@ -41,7 +41,7 @@ def print_final(
     """
     console = console or Console()
     rows = [(f.name, *(_shown(x, f.percent) for x in (f.before, f.after)), _change(f)) for f in figures]
-    if console.is_terminal:
+    if rows and console.is_terminal:
         table = Table(title="Result", title_justify="left", title_style="bold")
         table.add_column("")
         for name in ("before", "after", "change"):
@@ -50,8 +50,8 @@ def print_final(
             color = "green" if change.startswith("+") else "red" if change.startswith("-") else ""
             table.add_row(name, before, after, f"[{color}]{change}[/{color}]" if color else change)
         console.print(table)
-    else:
-        width = max(len(name) for name, *_ in [("", ""), *rows])
+    elif rows:
+        width = max(len(name) for name, *_ in rows)
         _plain(console, f"{'':{width}}  {'before':>8}  {'after':>8}  {'change':>8}")
         for name, before, after, change in rows:
             _plain(console, f"{name:{width}}  {before:>8}  {after:>8}  {change:>8}")

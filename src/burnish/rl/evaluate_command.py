@@ -27,7 +27,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
             f"Evaluation: {len(prompts)} prompts × {cfg.num_eval_passes} completions, {cfg.eval_sampling_strategy}"
         )
         total = len(prompts) * cfg.num_eval_passes
-        engine = setup.make_engine(model, cfg, min(cfg.resolved_max_num_seqs, total), cfg.dtype)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        engine = setup.make_engine(model, cfg, longest, min(cfg.resolved_max_num_seqs, total), cfg.dtype)
         engine.load_weights(jax.tree.map(jnp.asarray, model.load(_load_dtype(cfg.dtype))), 0)
         evaluation = evaluate_prompts(
             engine,

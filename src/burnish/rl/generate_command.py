@@ -1,5 +1,6 @@
 """`burnish generate` and `burnish chat`: completions of a checkpoint for prompts given at the terminal or in a file."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from rich.console import Console
+from rich.markup import escape
 
 from burnish.config.schema import ChatConfig, GenerateConfig
 from burnish.data.tokenizer import RenderedPrompt, Tokenizer
@@ -31,7 +33,8 @@ def generate(cfg: GenerateConfig) -> None:
     total = len(prompts) * cfg.num_completions
     console = Console()
     with StepPrinter(1, console) as printer:
-        engine = _engine(cfg, model, min(cfg.max_num_seqs or MAX_SLOTS, total))
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        engine = _engine(cfg, model, longest, min(cfg.max_num_seqs or MAX_SLOTS, total))
         groups = engine.generate(
             prompts,
             setup.completion_seeds(cfg.seed, "generate", 0, prompts, cfg.num_completions),
@@ -53,12 +56,12 @@ def chat(cfg: ChatConfig) -> None:
     """Talk to the model until an empty line or end of input. The conversation is rendered anew each turn; its oldest
     exchanges are left out once it no longer fits. Raises BurnishError."""
     model = open_model(cfg)
-    engine = _engine(cfg, model, max_slots=1)
+    engine = _engine(cfg, model, cfg.max_prefill_predict_length, max_slots=1)
     sampling = setup.sampling_params(cfg, model.tokenizer)
     console = Console()
     console.print(f"{model.describe()}\nAn empty line ends the chat.", markup=False, highlight=False)
     messages: list[dict[str, str]] = []
-    for turn in range(1_000_000):
+    for turn in itertools.count():
         try:
             text = console.input("[bold]you:[/bold] ").strip()
         except EOFError:
@@ -72,7 +75,7 @@ def chat(cfg: ChatConfig) -> None:
         (group,) = engine.generate([prompt], seeds, sampling)
         answer = group.completions[0].text
         messages.append({"role": "assistant", "content": answer})
-        console.print(f"[bold]model:[/bold] {_escaped(answer)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]model:[/bold] {escape(answer)}", highlight=False, soft_wrap=True)
 
 
 def _questions(cfg: GenerateConfig) -> list[str]:
@@ -127,8 +130,8 @@ def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -
         del messages[:2]
 
 
-def _engine(cfg: ChatConfig, model: ModelSource, max_slots: int) -> BuiltinEngine:
-    engine = setup.make_engine(model, cfg, max_slots, cfg.dtype)
+def _engine(cfg: ChatConfig, model: ModelSource, longest_prompt: int, max_slots: int) -> BuiltinEngine:
+    engine = setup.make_engine(model, cfg, longest_prompt, max_slots, cfg.dtype)
     params = model.load(jnp.dtype(compute_dtype(cfg.dtype)).name)
     engine.load_weights(jax.tree.map(jnp.asarray, params), 0)
     return engine
@@ -143,7 +146,3 @@ def _record(group: Group) -> dict[str, Any]:
             for c in group.completions
         ],
     }
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -22,7 +22,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params, read_config, resolve
 from burnish.checkpoints.store import find_checkpoint, hf_source_files, load_model_params
-from burnish.config.groups import ModelOptions, WeightsOptions
+from burnish.config.groups import WeightsOptions
+from burnish.config.schema import ChatConfig, EvalConfig, RunConfig, SFTConfig
 from burnish.data.tokenizer import Tokenizer, load_tokenizer
 from burnish.errors import BurnishError
 from burnish.models.families import spec_from_hf
@@ -75,7 +76,7 @@ class ModelSource:
             yield target
 
 
-def open_model(cfg: ModelOptions) -> ModelSource:
+def open_model(cfg: RunConfig | SFTConfig | EvalConfig | ChatConfig) -> ModelSource:
     """Find the model of the options and read everything but its weights. Raises BurnishError."""
     checkpoint = find_checkpoint(cfg.load_parameters_path)
     directory = source_directory(cfg) if checkpoint is None else checkpoint_source(checkpoint)
@@ -87,6 +88,11 @@ def open_model(cfg: ModelOptions) -> ModelSource:
         raise BurnishError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model {spec.vocab_size}: they do not "
             "belong together; give the model's own with tokenizer_path"
+        )
+    if cfg.max_target_length > spec.max_positions:
+        raise BurnishError(
+            f"max_target_length={cfg.max_target_length} is more than the model has positions; give at most "
+            f"{spec.max_positions}"
         )
     return ModelSource(spec, tokenizer, directory, checkpoint, cfg.model_name)
 

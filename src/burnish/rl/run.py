@@ -5,6 +5,7 @@ are here; what a step does is the loop's.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -54,7 +55,6 @@ _FIXED = [
 ]
 # Where and how often things are written; nobody needs to be told that they changed.
 _INCIDENTAL = {
-    "resume",
     "base_output_directory",
     "run_name",
     "log_period",
@@ -95,10 +95,16 @@ class Run:
             raise Stopped
 
     def restore(self, model: ModelSource, updater: Updater) -> Restored | None:
-        """The newest checkpoint of a resumed run; None for a new one, and where nothing was saved yet."""
+        """The newest checkpoint of a resumed run; None for a new one, and where nothing was saved yet. Raises
+        BurnishError where nothing is left to do."""
         step = self.store.latest() if self.cfg.resume else None
         if step is None:
             return None
+        if step > self.cfg.num_batches or (step == self.cfg.num_batches and self.directory.summary.exists()):
+            raise BurnishError(
+                f"{self.directory.path} has made {step} steps already and nothing is left to do; to train on, give "
+                f"num_batches above {step} (the learning-rate schedule then follows the new number)"
+            )
         like = abstract_state(model, updater, self.cfg.weight_dtype)
         params, rest, extra = self.store.restore(step, like.params, dataclasses.replace(like, params={}))
         self.saved_step = step
@@ -121,19 +127,23 @@ class Run:
 
     def end_for_restart(self, step: int) -> BurnishError:
         """The error with which a stopped run ends, after `step` whole steps."""
-        if self.cfg.enable_checkpointing:
-            how = f"step {step} is saved; go on with run_name={self.cfg.run_name} resume=true"
-        else:
+        if not self.cfg.enable_checkpointing:
             how = "nothing is saved (enable_checkpointing=false)"
+        else:
+            what = f"step {step} is saved" if step else "there was nothing to save"
+            how = f"{what}; go on with run_name={self.cfg.run_name} resume=true"
         return BurnishError(f"stopped by {self.stop.reason} after step {step}: {how}", exit_code=SAVED_FOR_RESTART)
 
     @contextmanager
-    def writers(self, resume_step: int | None) -> Iterator[MetricsWriter]:
-        """metrics.jsonl and TensorBoard; what a resumed run had written beyond its checkpoint is dropped."""
-        if resume_step is not None:
-            drop_rollouts_after(self.directory.rollouts, resume_step)
+    def writers(self, start: int, metrics: Mapping[str, float | None] | None) -> Iterator[MetricsWriter]:
+        """metrics.jsonl and TensorBoard. What a resumed run had written beyond its checkpoint of step `start` is
+        dropped, and that step's own `metrics` are written where it was killed before it could."""
+        if self.cfg.resume:
+            drop_rollouts_after(self.directory.rollouts, start)
         tensorboard = self.cfg.tensorboard_dir or self.directory.tensorboard
-        with MetricsWriter(self.directory.metrics, tensorboard, resume_step) as writer:
+        with MetricsWriter(self.directory.metrics, tensorboard, start if self.cfg.resume else None) as writer:
+            if metrics is not None and writer.last_step != start:
+                writer.write(start, {k: math.nan if v is None else v for k, v in metrics.items()})
             yield writer
 
     @contextmanager
@@ -164,7 +174,7 @@ def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
 
 def _keep_config(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> list[str]:
     """Writes config.yaml; for a resumed run, what has changed since it was started."""
-    options = cfg.public_dump()
+    options = {k: v for k, v in cfg.public_dump().items() if k != "resume"}  # a recipe is for a run of its own
     notes = []
     if cfg.resume and directory.config.exists():
         before = yaml.safe_load(directory.config.read_text())
@@ -190,6 +200,11 @@ def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> T
     return jax.eval_shape(updater.init, params)
 
 
-def initial_state(params: Params, updater: Updater) -> TrainState:
-    """A fresh state around weights that were read from disk."""
-    return updater.init(jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params))
+def on_device(params: Params) -> Params:
+    """Weights that were read from disk as arrays that an update may consume."""
+    return jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params)
+
+
+def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """A step's metrics as a checkpoint can hold them: JSON has no NaN and no infinities."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

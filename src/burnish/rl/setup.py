@@ -128,13 +128,15 @@ def eval_sampling_params(cfg: RunConfig | EvalConfig, tokenizer: Tokenizer) -> S
     )
 
 
-def make_engine(source: ModelSource, lengths: LengthOptions, max_slots: int, dtype: str) -> BuiltinEngine:
-    """A generation engine for prompts and completions of the run's lengths."""
+def make_engine(
+    source: ModelSource, lengths: LengthOptions, longest_prompt: int, max_slots: int, dtype: str
+) -> BuiltinEngine:
+    """A generation engine for prompts of at most `longest_prompt` tokens and sequences of the options' length."""
     return BuiltinEngine(
         source.spec,
         source.tokenizer.decode,
         max_slots=max_slots,
-        max_prompt_tokens=lengths.max_prefill_predict_length,
+        max_prompt_tokens=longest_prompt,
         max_total_tokens=lengths.max_target_length,
         dtype=compute_dtype(dtype),
     )

@@ -13,13 +13,12 @@ from burnish.config.schema import SFTConfig
 from burnish.data import sources
 from burnish.data.tokenizer import Tokenizer
 from burnish.data.types import Prompt
-from burnish.errors import BurnishError
 from burnish.models.params import Params, init_params
 from burnish.observe.summary import print_final, write_summary
 from burnish.rl import setup
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.packing import pack_examples
-from burnish.rl.run import Run, Stopped, initial_state, open_run
+from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
 from burnish.rl.types import PackedStep
 from burnish.rl.update import Updater
 
@@ -40,21 +39,21 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
         updater = Updater(model.spec, setup.update_options(cfg))
         restored = run.restore(model, updater)
         if restored is None:
-            state, start = initial_state(_weights(cfg, model), updater), 0
-            extra: dict[str, Any] = {"seconds": 0.0, "before": None}
+            state, start = updater.init(on_device(_weights(cfg, model))), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])
-            if start >= cfg.num_batches:
-                raise BurnishError(f"{run.directory.path} has made its {start} steps already; nothing is left to do")
         clock = time.perf_counter() - extra["seconds"]
-        before = extra["before"]
-        with run.writers(start if cfg.resume else None) as writer:
+        before: float | None = extra["before"]
+        metrics: dict[str, float] = {}
+
+        def saved(position: dict[str, Any]) -> dict[str, Any]:
+            seconds = time.perf_counter() - clock
+            return {"data": position, "seconds": seconds, "before": before, "metrics": plain_metrics(metrics)}
+
+        with run.writers(start, extra["metrics"]) as writer:
             step, position = start, pipeline.state()
-
-            def saved(position: dict[str, Any]) -> dict[str, Any]:
-                return {"data": position, "seconds": time.perf_counter() - clock, "before": before}
-
             try:
                 if before is None and eval_prompts and start == 0:
                     before = _mean_loss(run, updater, state.params, model.tokenizer, eval_prompts)
@@ -68,7 +67,6 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                         state, update, _ = updater.step(state, packed)
                         loss = float(update["loss"])
                     seconds = time.perf_counter() - t0
-                    saving = run.save(step, state, saved(pipeline.state())) if run.is_due(step) else 0.0
                     metrics = {
                         "loss": loss,
                         "entropy": float(update["entropy"]),
@@ -78,11 +76,13 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                         "completion_length/mean": float(lengths.mean()),
                         "completion_length/max": float(lengths.max()),
                         "seconds/update": seconds,
-                        "seconds/checkpoint": saving,
-                        "seconds/step": seconds + saving,
+                        "seconds/step": seconds,
                         "tokens_per_second/update": packed.row_tokens / seconds,
                         "compilations": updater.num_compilations,
                     }
+                    saving = run.save(step, state, saved(pipeline.state())) if run.is_due(step) else 0.0
+                    metrics["seconds/checkpoint"] = saving
+                    metrics["seconds/step"] += saving
                     writer.write(step, metrics)
                     if step % cfg.log_period == 0 or step == cfg.num_batches:
                         run.printer.step(step, metrics)
@@ -93,7 +93,10 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                 raise run.end_for_restart(done) from None
         summary: dict[str, Any] = {"steps": cfg.num_batches, "seconds": time.perf_counter() - clock}
         if eval_prompts:
-            after = _mean_loss(run, updater, state.params, model.tokenizer, eval_prompts)
+            try:
+                after = _mean_loss(run, updater, state.params, model.tokenizer, eval_prompts)
+            except Stopped:
+                raise run.end_for_restart(cfg.num_batches) from None
             run.printer.note(f"Evaluation loss after: {after:.4f} nats a token")
             summary |= {"loss_before": before, "loss_after": after}
         write_summary(run.directory.summary, summary)

@@ -34,7 +34,7 @@ from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
-from burnish.rl.run import Run, Stopped, initial_state, open_run
+from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group, StopReason
@@ -98,24 +98,24 @@ def run_training(cfg: RunConfig) -> Outcome:
                 run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg))
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
-        engine = setup.make_engine(model, cfg, max_slots, cfg.dtype)
+        longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
+        engine = setup.make_engine(model, cfg, longest, max_slots, cfg.dtype)
         restored = run.restore(model, updater)
-        _refuse_finished(run, restored.step if restored else 0)
         initial: Params | None = None
         if restored is None or cfg.rl.grpo_beta:
             run.printer.phase("reading weights")
             initial = model.load(cfg.weight_dtype)
         if restored is None:
             assert initial is not None
-            state, start = initial_state(initial, updater), 0
-            extra: dict[str, Any] = {"seconds": 0.0, "before": None}
+            state, start = updater.init(on_device(initial)), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])
         reference = None
         if cfg.rl.grpo_beta:
             assert initial is not None
-            reference = initial_state(initial, updater).params
+            reference = on_device(initial)
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
@@ -135,14 +135,6 @@ def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arith
     ]
 
 
-def _refuse_finished(run: Run, step: int) -> None:
-    if step >= run.cfg.num_batches and run.directory.summary.exists():
-        raise BurnishError(
-            f"{run.directory.path} has made its {step} steps already and nothing is left to do; to train further, "
-            f"give num_batches above {step} (the learning-rate schedule then follows the new number)"
-        )
-
-
 def _run(
     run: Run,
     parts: Parts,
@@ -155,13 +147,20 @@ def _run(
     """Evaluation before, the steps, evaluation after, summary."""
     cfg, printer = parts.cfg, run.printer
     clock = time.perf_counter() - extra["seconds"]  # a resumed run goes on counting
+    metrics: dict[str, float] = {}
 
     def saved(data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"data": data, "seconds": time.perf_counter() - clock, "before": before and asdict(before)}
+        seconds = time.perf_counter() - clock
+        return {
+            "data": data,
+            "seconds": seconds,
+            "before": before and asdict(before),
+            "metrics": plain_metrics(metrics),
+        }
 
     parts.engine.load_weights(state.params, start)
     before = EvalStats(**extra["before"]) if extra["before"] else None
-    with run.writers(start if cfg.resume else None) as writer:
+    with run.writers(start, extra["metrics"]) as writer:
         step = start
         data = pipeline.state()
         try:

@@ -1,0 +1,151 @@
+"""A run that is cut and resumed is the run it would have been, to the last bit; anything else is refused."""
+
+import json
+import shutil
+
+import pytest
+import tiny_runs
+from tiny_runs import assert_same_run, run_training
+
+from burnish.errors import BurnishError
+from burnish.observe.metrics import MetricsWriter
+from burnish.rl import train
+
+
+class Cut(Exception):
+    """The process dies here."""
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """cut(step): the next run dies while it scores the completions of that step."""
+
+    def cut(at_step):
+        score = train._score
+        calls = iter(range(at_step - 1))
+
+        def dying(parts, groups):
+            if next(calls, None) is None:
+                monkeypatch.setattr(train, "_score", score)
+                raise Cut
+            return score(parts, groups)
+
+        monkeypatch.setattr(train, "_score", dying)
+
+    return cut
+
+
+def run_with_a_cut(cut, args, tmp_path, at_step, *changes):
+    """The directory of a run that dies in `at_step` and is resumed."""
+    cut(at_step)
+    with pytest.raises(Cut):
+        run_training(*args("cut", *changes))
+    run_training(*args("cut", *changes, "resume=true"))
+    return tmp_path / "cut"
+
+
+@pytest.mark.parametrize("at_step", [4, 6])
+def test_a_resumed_run_is_the_same_to_the_last_bit(whole_run, cut, args, tmp_path, at_step):
+    """Saved after step 3, which is the end of a pass over the data; step 6 is thus done again after step 5 was lost."""
+    assert_same_run(run_with_a_cut(cut, args, tmp_path, at_step, "num_test_batches=2"), whole_run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("rl.num_iterations=2", "rl.grpo_beta=0.1", "rl.loss_agg_mode=token-mean"),
+        ("optimizer=adafactor", "weight_dtype=bfloat16"),
+        ("weight_dtype=bfloat16", "mu_dtype=bfloat16"),
+    ],
+    ids=["several-iterations-and-a-reference", "adafactor", "bfloat16-masters"],
+)
+def test_every_kind_of_state_resumes(cut, args, tmp_path, changes):
+    changes = (*changes, "num_batches=4", "checkpoint_period=2")
+    run_training(*args("whole", *changes))
+    assert_same_run(run_with_a_cut(cut, args, tmp_path, 4, *changes), tmp_path / "whole", steps=4)
+
+
+def test_a_step_that_was_saved_keeps_its_metrics_when_the_process_dies_before_writing_them(
+    whole_run, args, tmp_path, monkeypatch
+):
+    write = MetricsWriter.write
+
+    def dying(writer, step, metrics):
+        if step == 3:
+            monkeypatch.undo()
+            raise Cut
+        write(writer, step, metrics)
+
+    monkeypatch.setattr(MetricsWriter, "write", dying)
+    with pytest.raises(Cut):
+        run_training(*args("cut", "num_test_batches=2"))
+    run_training(*args("cut", "num_test_batches=2", "resume=true"))
+    assert_same_run(tmp_path / "cut", whole_run)
+
+
+def test_a_resumed_run_ends_with_the_evaluations_of_a_run_in_one_go(whole_run, cut, args, tmp_path):
+    run = run_with_a_cut(cut, args, tmp_path, 5, "num_test_batches=2")
+    summary, whole = (json.loads((r / "summary.json").read_text()) for r in (run, whole_run))
+    assert summary | {"seconds": 0} == whole | {"seconds": 0}
+
+
+def test_a_run_whose_evaluation_was_cut_goes_on_with_it(whole_run, args, tmp_path, monkeypatch):
+    evaluate = train._evaluate
+
+    def dying(run, parts, prompts, title):
+        if title.startswith("Post"):
+            monkeypatch.undo()
+            raise Cut
+        return evaluate(run, parts, prompts, title)
+
+    monkeypatch.setattr(train, "_evaluate", dying)
+    with pytest.raises(Cut):
+        run_training(*args("cut", "num_test_batches=2"))
+    summary = run_training(*args("cut", "num_test_batches=2", "resume=true"))
+    assert summary | {"seconds": 0} == json.loads((whole_run / "summary.json").read_text()) | {"seconds": 0}
+
+
+@pytest.fixture
+def finished(whole_run, tmp_path):
+    """A copy of a finished run, as run_name=finished."""
+    return shutil.copytree(whole_run, tmp_path / "finished")
+
+
+def test_a_used_run_directory_is_refused(finished, args):
+    with pytest.raises(BurnishError, match=r"already holds a run.*resume=true.*run_name"):
+        run_training(*args("finished", "num_test_batches=2"))
+
+
+def test_a_finished_run_has_nothing_to_resume(finished, args):
+    with pytest.raises(BurnishError, match=r"has made 6 steps already.*num_batches above 6"):
+        run_training(*args("finished", "num_test_batches=2", "resume=true"))
+
+
+def test_a_resumed_run_cannot_end_before_its_checkpoint(finished, args):
+    (finished / "summary.json").unlink()
+    with pytest.raises(BurnishError, match="has made 6 steps already"):
+        run_training(*args("finished", "num_test_batches=2", "num_batches=5", "resume=true"))
+
+
+def test_a_run_resumes_with_the_batches_and_the_data_that_it_was_started_with(finished, args, questions, tmp_path):
+    before = (finished / "config.yaml").read_text()
+    for changes, named in [
+        (("batch_size=3", "num_batches=4"), "batch_size=2 (now 3)"),
+        (("dataset_name=builtin", "hf_train_files=null", "hf_eval_files=null"), "dataset_name=json (now builtin)"),
+        (("seed=1",), "seed=0 (now 1)"),
+    ]:
+        with pytest.raises(BurnishError, match="a resumed run needs the same") as error:
+            run_training(*args("finished", "resume=true", *changes))
+        assert named in str(error.value)
+        assert (finished / "config.yaml").read_text() == before
+
+
+def test_a_finished_run_can_be_made_longer(finished, args):
+    summary = run_training(*args("finished", "num_test_batches=2", "num_batches=7", "num_epoch=3", "resume=true"))
+    assert summary["steps"] == 7
+    assert [row["step"] for row in tiny_runs.metrics(finished)] == list(range(1, 8))
+
+
+def test_resume_starts_anew_where_nothing_was_saved(whole_run, cut, args, tmp_path):
+    """A scheduler restarts the same command; the first start may have been cut short."""
+    assert_same_run(run_with_a_cut(cut, args, tmp_path, 2, "num_test_batches=2"), whole_run)
