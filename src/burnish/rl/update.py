@@ -1,0 +1,179 @@
+"""The update step: packed micro-batches in, new weights and metrics out.
+
+Gradients are summed over micro-batches (every loss share is already divided by the whole step's counts) and
+applied once. Per micro-batch there is one forward and one backward pass: no pass for old logprobs when there is one
+update per batch, none for a reference unless its logprobs are asked for (`logprobs`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from burnish.errors import BurnishError
+from burnish.models import decoder
+from burnish.models.params import Params
+from burnish.models.spec import ModelSpec
+from burnish.rl import losses, optimizer
+from burnish.rl.logprobs import selected_logprobs
+from burnish.rl.losses import LossOptions, Metrics
+from burnish.rl.optimizer import OptimizerOptions, TrainState
+from burnish.rl.types import Denominators, PackedBatch, PackedStep
+
+RematPolicy = Literal["full", "minimal", "none"]
+
+
+class NonFiniteGradientsError(BurnishError):
+    """Several updates in a row were skipped because their gradients were not finite."""
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """All choices of the update. `temperature` is the sampling temperature, at which logprobs are scored; `dtype`
+    the compute dtype; `grad_dtype` that of the sum over micro-batches."""
+
+    loss: LossOptions
+    optimizer: OptimizerOptions
+    temperature: float = 1.0
+    dtype: Any = jnp.float32
+    grad_dtype: Any = jnp.float32
+    remat: RematPolicy = "minimal"
+    max_skipped_in_a_row: int = 5
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"logprobs are scored at the sampling temperature, which must be above 0 for training; "
+                f"got decode_sampling_temperature={self.temperature}"
+            )
+
+
+def rematerialise(policy: RematPolicy) -> Callable[[Callable], Callable]:
+    """Wraps the layer function: "none" keeps every intermediate for the backward pass, "minimal" the results of
+    matrix products, "full" only the layer's input."""
+    if policy == "none":
+        return lambda f: f
+    if policy == "minimal":
+        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return lambda f: jax.checkpoint(f, policy=keep, prevent_cse=False)
+    if policy == "full":
+        return lambda f: jax.checkpoint(f, prevent_cse=False)
+    raise ValueError(f"remat_policy is {policy!r}; it must be 'full', 'minimal', 'none' or 'auto'")
+
+
+def batch_logprobs(
+    spec: ModelSpec, params: Params, batch: PackedBatch, *, temperature: float, dtype: Any, remat: RematPolicy
+) -> tuple[jax.Array, jax.Array]:
+    """(B, T) logprobs and entropies of the trained tokens, 0 beyond the lists."""
+    hidden = decoder.forward(
+        spec,
+        params,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        batch.branches,
+        dtype=dtype,
+        remat=rematerialise(remat),
+    )
+    predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
+    head = params["embed"] if spec.tied_head else params["lm_head"]
+    return selected_logprobs(predicting, head, batch.targets, batch.count, temperature)
+
+
+@dataclass
+class Updater:
+    """The compiled functions of one run's updates. State is passed in and out; `step` consumes (donates) it."""
+
+    spec: ModelSpec
+    options: UpdateOptions
+    num_compilations: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._gradients = jax.jit(self._counted(self._gradients_of))
+        self._logprobs = jax.jit(self._counted(self._logprobs_of))
+        self._add = jax.jit(
+            self._counted(lambda total, grads: jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)),
+            donate_argnums=0,
+        )
+        self._apply = jax.jit(
+            self._counted(lambda state, grads: optimizer.apply_gradients(self.options.optimizer, state, grads)),
+            donate_argnums=0,
+        )
+
+    def init(self, params: Params) -> TrainState:
+        """A fresh TrainState around master weights `params` (which `step` will consume)."""
+        return optimizer.init_state(self.options.optimizer, params)
+
+    def step(self, state: TrainState, packed: PackedStep) -> tuple[TrainState, Metrics, tuple[jax.Array, ...]]:
+        """One optimizer update. Returns the new state, the step's metrics and, per micro-batch, the (B, T) logprobs
+        that the loss saw, which are the old logprobs of further updates on the same batch (`with_logprobs`).
+
+        A step without any trained token has gradient 0 and still moves weights by the optimizer's momentum, exactly
+        as if its completions had been computed. Raises NonFiniteGradientsError after
+        `max_skipped_in_a_row` skipped updates.
+        """
+        total: Params | None = None
+        shares, logprobs = [], []
+        for batch in packed.micro_batches:
+            grads, share, lp = self._gradients(state.params, batch, packed.denominators)
+            total = grads if total is None else self._add(total, grads)
+            shares.append(share)
+            logprobs.append(lp)
+        if total is None:
+            total = jax.tree.map(lambda p: jnp.zeros(p.shape, self.options.grad_dtype), state.params)
+        state, metrics = self._apply(state, total)
+        skipped = int(state.skipped_in_a_row)
+        if skipped >= self.options.max_skipped_in_a_row:
+            raise NonFiniteGradientsError(
+                f"the gradient was not finite in {skipped} updates in a row; the weights were left as they were. "
+                "Lower learning_rate, set gradient_clipping_threshold, or use dtype=float32"
+            )
+        return state, (losses.combine(shares) if shares else {}) | metrics, tuple(logprobs)
+
+    def logprobs(self, params: Params, packed: PackedStep) -> tuple[jax.Array, ...]:
+        """Per micro-batch the (B, T) logprobs of the trained tokens under `params`, without gradients."""
+        return tuple(self._logprobs(params, batch) for batch in packed.micro_batches)
+
+    def _gradients_of(
+        self, params: Params, batch: PackedBatch, denominators: Denominators
+    ) -> tuple[Params, Metrics, jax.Array]:
+        def objective(params: Params) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+            lp, entropy = self._scores(params, batch)
+            value, metrics = losses.loss(self.options.loss, lp, entropy, batch, denominators)
+            return value, (metrics, jax.lax.stop_gradient(lp))
+
+        grads, (metrics, lp) = jax.grad(objective, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(self.options.grad_dtype), grads), metrics, lp
+
+    def _logprobs_of(self, params: Params, batch: PackedBatch) -> jax.Array:
+        return self._scores(params, batch)[0]
+
+    def _scores(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+        o = self.options
+        return batch_logprobs(self.spec, params, batch, temperature=o.temperature, dtype=o.dtype, remat=o.remat)
+
+    def _counted(self, f: Callable) -> Callable:
+        """f, counting how often it is traced, that is compiled."""
+
+        def traced(*args: Any) -> Any:
+            self.num_compilations += 1
+            return f(*args)
+
+        return traced
+
+
+def with_logprobs(
+    packed: PackedStep,
+    *,
+    old: Sequence[jax.Array] | None = None,
+    reference: Sequence[jax.Array] | None = None,
+) -> PackedStep:
+    """The same step with old-policy and/or reference logprobs in its micro-batches."""
+    batches = packed.micro_batches
+    if old is not None:
+        batches = tuple(replace(b, old_logprobs=lp) for b, lp in zip(batches, old, strict=True))
+    if reference is not None:
+        batches = tuple(replace(b, reference_logprobs=lp) for b, lp in zip(batches, reference, strict=True))
+    return replace(packed, micro_batches=batches)
