@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from burnish.models import decoder
 from burnish.models.attention import MASKED, packed_attention
-from burnish.models.params import Params, unstack_layers
+from burnish.models.params import Params
 from burnish.models.rope import rope_tables
 from burnish.models.spec import ModelSpec
-from burnish.rollout.sampling import Cuts, Way, sample, token_uniforms
+from burnish.rollout.sampling import Cuts, Way, sample
 
 CHUNK = 16
 """Most decode steps in one call: a row that stops early idles for the rest of its chunk."""
@@ -60,9 +61,7 @@ class Rows(NamedTuple):
     positions: Any  # (B,) int32, of `tokens` in prompt + completion
     ages: Any  # (B,) int32, tokens in the row's own cache
     active: Any  # (B,) bool
-    counts: Any  # (B,) int32, completion tokens so far
-    limits: Any  # (B,) int32, completion tokens at most
-    keys: Any  # (B, 2) uint32, from the seeds
+    remaining: Any  # (B,) int32, completion tokens at most from here on
 
 
 class Chunk(NamedTuple):
@@ -77,10 +76,17 @@ class Chunk(NamedTuple):
 
 @partial(jax.jit, static_argnames="dtype")
 @_counted
-def decode_view(params: Params, dtype: Any) -> Params:
-    """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype. Always
-    copies, because the trainer gives its own arrays away to its next update."""
-    return jax.tree.map(lambda a: jnp.copy(a.astype(dtype)), unstack_layers(params))
+def _layer_of(stacked: Params, index: jax.Array, dtype: Any) -> Params:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False).astype(dtype), stacked)
+
+
+def decode_view(spec: ModelSpec, params: Params, dtype: Any) -> Params:
+    """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype. Always copies,
+    because the trainer gives its own arrays away to its next update."""
+    params = jax.tree.map(jnp.asarray, params)
+    layers = [_layer_of(params["layers"], np.int32(i), dtype=dtype) for i in range(spec.num_layers)]
+    rest = {name: jnp.array(a, dtype, copy=True) for name, a in params.items() if name != "layers"}
+    return {**rest, "layers": layers}
 
 
 def empty_caches(spec: ModelSpec, num: int, columns: int, dtype: Any) -> list[LayerCache]:
@@ -227,6 +233,7 @@ def decode_chunk(
     lane_lengths: jax.Array,
     own: list[LayerCache],
     rows: Rows,
+    uniforms: jax.Array,
     column: jax.Array,
     num_steps: jax.Array,
     stop_ids: jax.Array,
@@ -238,7 +245,7 @@ def decode_chunk(
     active.
 
     lanes: caches of R prompts, lane_lengths (R,) int32 of them; own: caches of the B rows, the first write at
-    `column` () int32; stop_ids (E,) int32, -1 matches nothing.
+    `column` () int32; uniforms (B, CHUNK) float32, one per token; stop_ids (E,) int32, -1 matches nothing.
     """
     B = rows.tokens.shape[0]
     columns = own[0].k.shape[3]
@@ -251,9 +258,9 @@ def decode_chunk(
             spec, view, lanes, own, lane_visible,
             tokens, rows.positions + i, rows.ages + i, (column + i) % columns, dtype,
         )  # fmt: skip
-        tokens, logprobs = sample(logits, token_uniforms(rows.keys, rows.counts + i), cuts, way)
+        tokens, logprobs = sample(logits, uniforms[:, i], cuts, way)
         emitted = chunk.emitted + chunk.active
-        stopped = (tokens[:, None] == stop_ids).any(axis=1) | (rows.counts + emitted >= rows.limits)
+        stopped = (tokens[:, None] == stop_ids).any(axis=1) | (emitted >= rows.remaining)
         chunk = Chunk(
             lax.dynamic_update_slice_in_dim(chunk.tokens, tokens[:, None], i, axis=1),
             lax.dynamic_update_slice_in_dim(chunk.logprobs, logprobs[:, None], i, axis=1),

@@ -18,7 +18,7 @@ from burnish.models.params import ParamInfo, Params, param_infos
 from burnish.models.spec import ModelSpec
 from burnish.rollout import decode
 from burnish.rollout.decode import CHUNK, Rows
-from burnish.rollout.sampling import cuts_from, seed_keys
+from burnish.rollout.sampling import cuts_from, uniforms
 from burnish.rollout.schedule import Schedule, Slot, bucket
 from burnish.rollout.stopping import stop_string_end
 from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
@@ -37,6 +37,7 @@ class _Draft:
     slot: Slot
     seed: int
     limit: int
+    uniforms: np.ndarray  # (limit,), one per token
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -90,7 +91,7 @@ class BuiltinEngine:
         afterwards."""
         _check_tree(self._spec, params)
         self._view = None  # frees the old weights before the new ones are made
-        self._view = decode.decode_view(params, dtype=self._dtype)
+        self._view = decode.decode_view(self._spec, params, dtype=self._dtype)
         self._version = version
 
     def generate(
@@ -172,6 +173,12 @@ class BuiltinEngine:
                     f"prompt {prompt.index} has {length} tokens; the engine takes 1 to "
                     f"{self._max_prompt_tokens} (option max_prefill_predict_length)"
                 )
+            outside = [t for t in prompt.token_ids if not 0 <= t < self._spec.vocab_size]
+            if outside:
+                raise ValueError(
+                    f"prompt {prompt.index} holds token id {outside[0]}, but the model's vocabulary has "
+                    f"{self._spec.vocab_size} entries: is this its tokenizer?"
+                )
             if length >= sampling.max_total_tokens:
                 raise ValueError(
                     f"prompt {prompt.index} has {length} tokens, which leaves no room for a completion in "
@@ -204,10 +211,7 @@ class _Run:
         self._own = decode.empty_caches(spec, num_rows, self._columns, dtype)
         self._lane_lengths = np.zeros(self._schedule.num_lanes, np.int32)
         zeros = np.zeros(num_rows, np.int32)
-        self._rows = Rows(
-            zeros.copy(), zeros.copy(), zeros.copy(), zeros.astype(bool), zeros.copy(), zeros.copy(),
-            np.zeros((num_rows, 2), np.uint32),
-        )  # fmt: skip
+        self._rows = Rows(zeros, zeros.copy(), zeros.copy(), zeros.astype(bool), zeros.copy())
         self._drafts: dict[Slot, _Draft] = {}
         stop_ids = () if sampling.ignore_stop else sampling.stop_token_ids
         self._stop_ids = np.full(bucket(len(stop_ids), 8), -1, np.int32)
@@ -225,13 +229,25 @@ class _Run:
         oldest = int(self._rows.ages[active].max())
         if oldest == self._columns:
             self._relocate(np.arange(len(self._schedule.slots)), 2 * self._columns)
-        wanted = int((self._rows.limits - self._rows.counts)[active].max())
-        steps = min(CHUNK, wanted, self._columns - oldest)
+        steps = min(CHUNK, int(self._rows.remaining[active].max()), self._columns - oldest)
         chunk, self._own = decode.decode_chunk(
-            self._spec, self._view, self._lanes, self._lane_lengths, self._own, self._rows,
+            self._spec, self._view, self._lanes, self._lane_lengths, self._own, self._rows, self._uniforms(active),
             np.int32(self._column), np.int32(steps), self._stop_ids, self._cuts, self._way, dtype=self._dtype,
         )  # fmt: skip
         return self._collect(active, jax.device_get(chunk))
+
+    def _uniforms(self, active: list[int]) -> np.ndarray:
+        numbers = np.zeros((len(self._schedule.slots), CHUNK), np.float32)
+        for row in active:
+            draft = self._draft_in(row)
+            ahead = draft.uniforms[len(draft.token_ids) :][:CHUNK]
+            numbers[row, : len(ahead)] = ahead
+        return numbers
+
+    def _draft_in(self, row: int) -> _Draft:
+        slot = self._schedule.slots[row]
+        assert slot is not None
+        return self._drafts[slot]
 
     def release(self, draft: _Draft) -> None:
         """Free the slot of a finished draft."""
@@ -244,14 +260,13 @@ class _Run:
         self._column = (self._column + int(chunk.steps)) % self._columns
         sampled = []
         for row in active:
-            slot, new = self._schedule.slots[row], int(chunk.emitted[row])
-            assert slot is not None
-            draft = self._drafts[slot]
+            draft, new = self._draft_in(row), int(chunk.emitted[row])
             draft.token_ids += chunk.tokens[row, :new].tolist()
             draft.logprobs += chunk.logprobs[row, :new].tolist()
             self._rows.tokens[row] = draft.token_ids[-1]
-            for count in (self._rows.positions, self._rows.ages, self._rows.counts):
-                count[row] += new
+            self._rows.positions[row] += new
+            self._rows.ages[row] += new
+            self._rows.remaining[row] -= new
             sampled.append((draft, new))
         return sampled
 
@@ -261,9 +276,9 @@ class _Run:
         for row, slot in admission.rows:
             prompt = self._prompts[slot.group].token_ids
             seed = self._seeds[slot.group][slot.completion]
-            draft = _Draft(slot, seed, self._sampling.max_total_tokens - len(prompt))
-            self._drafts[slot] = draft
-            start = Rows(prompt[-1], len(prompt) - 1, 0, True, 0, draft.limit, seed_keys([seed])[0])
+            limit = self._sampling.max_total_tokens - len(prompt)
+            self._drafts[slot] = _Draft(slot, seed, limit, uniforms(seed, limit))
+            start = Rows(prompt[-1], len(prompt) - 1, 0, True, limit)
             for values, value in zip(self._rows, start, strict=True):
                 values[row] = value
 

@@ -54,19 +54,15 @@ def cuts_from(sampling: SamplingParams, vocab_size: int) -> tuple[Cuts, Way]:
     return cuts, Way.WHOLE if top_k == vocab_size and sampling.top_p >= 1 else Way.THRESHOLD
 
 
-def seed_keys(seeds: list[int]) -> np.ndarray:
-    """Threefry key words of any Python integers (taken modulo 2**64): (B, 2) uint32."""
-    return np.array([((s >> 32) & 0xFFFFFFFF, s & 0xFFFFFFFF) for s in seeds], np.uint32).reshape(-1, 2)
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """The uniform numbers of a completion's first `count` tokens, (count,) float32 in [0, 1): a function of the seed
+    (any integer, modulo 2**64) and the token index alone.
 
-
-def token_uniforms(keys: jax.Array, token_indices: jax.Array) -> jax.Array:
-    """keys (B, 2) uint32, token_indices (B,) int32 -> (B,) float32 in [0, 1), a function of the two alone."""
-
-    def one(words: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, index))
-
-    return jax.vmap(one)(keys, token_indices)
+    Made on the host by Philox (Salmon et al. 2011), whose raw stream NumPy promises to keep: there are few of them,
+    and a generator in the decode step would take a good part of its compilation.
+    """
+    bits = np.random.Philox(key=seed % 2**64).random_raw(count)
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def sample(logits: jax.Array, uniforms: jax.Array, cuts: Cuts, way: Way) -> tuple[jax.Array, jax.Array]:
