@@ -24,11 +24,11 @@ def cut(monkeypatch):
         score = train._score
         calls = iter(range(at_step - 1))
 
-        def dying(parts, groups):
+        def dying(*step):
             if next(calls, None) is None:
                 monkeypatch.setattr(train, "_score", score)
                 raise Cut
-            return score(parts, groups)
+            return score(*step)
 
         monkeypatch.setattr(train, "_score", dying)
 
@@ -44,10 +44,12 @@ def run_with_a_cut(cut, args, tmp_path, at_step, *changes):
     return tmp_path / "cut"
 
 
-@pytest.mark.parametrize("at_step", [4, 6])
-def test_a_resumed_run_is_the_same_to_the_last_bit(whole_run, cut, args, tmp_path, at_step):
-    """Saved after step 3, which is the end of a pass over the data; step 6 is thus done again after step 5 was lost."""
-    assert_same_run(run_with_a_cut(cut, args, tmp_path, at_step, "num_test_batches=2"), whole_run)
+def test_a_resumed_run_is_the_same_to_the_last_bit(whole_run, cut, args, tmp_path):
+    """Saved after step 3, which is the end of a pass over the data; steps 4 and 5 are lost and done again."""
+    run = run_with_a_cut(cut, args, tmp_path, 6, "num_test_batches=2")
+    assert_same_run(run, whole_run)
+    summary, whole = (json.loads((r / "summary.json").read_text()) for r in (run, whole_run))
+    assert summary | {"seconds": 0} == whole | {"seconds": 0}
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,6 @@ def test_a_step_that_was_saved_keeps_its_metrics_when_the_process_dies_before_wr
         run_training(*args("cut", "num_test_batches=2"))
     run_training(*args("cut", "num_test_batches=2", "resume=true"))
     assert_same_run(tmp_path / "cut", whole_run)
-
-
-def test_a_resumed_run_ends_with_the_evaluations_of_a_run_in_one_go(whole_run, cut, args, tmp_path):
-    run = run_with_a_cut(cut, args, tmp_path, 5, "num_test_batches=2")
-    summary, whole = (json.loads((r / "summary.json").read_text()) for r in (run, whole_run))
-    assert summary | {"seconds": 0} == whole | {"seconds": 0}
 
 
 def test_a_run_whose_evaluation_was_cut_goes_on_with_it(whole_run, args, tmp_path, monkeypatch):

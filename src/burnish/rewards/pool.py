@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from burnish.rewards.types import RewardError, ScoreStatus
 from burnish.rewards.worker import Role
 
+_WAIT = 0.5  # seconds between two calls of on_wait
 _START_DEADLINE = 120.0  # seconds until a worker has to be ready; the imports take about half a second
 
 
@@ -75,15 +76,18 @@ class WorkerPool:
             while not self._workers[0].ready:
                 self._receive(self._workers[0], wait_until=self._workers[0].deadline)
 
-    def run(self, tasks: Sequence[tuple[Any, ...]]) -> list[TaskResult]:
-        """One result per task, in order. Raises RewardError only where workers cannot be started at all."""
+    def run(
+        self, tasks: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
+    ) -> list[TaskResult]:
+        """One result per task, in order. `on_wait` is called at least twice a second while workers are at it; what
+        it raises ends them and goes through. Raises RewardError only where workers cannot be started at all."""
         results: list[TaskResult | None] = [None] * len(tasks)
         queue = deque(range(len(tasks)))
         with self._lock:
             try:
                 while any(result is None for result in results):
                     self._assign(tasks, queue)
-                    self._collect(results)
+                    self._collect(results, on_wait)
             except BaseException:
                 _kill_all(self._workers)  # a worker that is half-way through a task cannot be used again
                 raise
@@ -102,10 +106,13 @@ class WorkerPool:
             self._workers.append(_Worker(self._role))
             starting += 1
 
-    def _collect(self, results: list[TaskResult | None]) -> None:
+    def _collect(self, results: list[TaskResult | None], on_wait: Callable[[], None] | None) -> None:
         """Wait for the next reply or deadline among the workers that owe one."""
         owing = [worker for worker in self._workers if not worker.ready or worker.task is not None]
         nearest = min(worker.deadline for worker in owing)
+        if on_wait is not None:
+            on_wait()
+            nearest = min(nearest, time.monotonic() + _WAIT)
         answered = wait([worker.connection for worker in owing], max(0.0, nearest - time.monotonic()))
         for worker in owing:
             if worker.connection in answered or time.monotonic() >= worker.deadline:

@@ -5,7 +5,7 @@ The built-in stack is that of the tutorials: the answer (`answer`), the tags exa
 per function; whether an answer is correct and its format exact is always the built-in judgement, so that
 evaluation means the same in every run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -133,21 +133,28 @@ class RewardStack:
         if self._user_worker is not None:
             self._user_worker.close()
 
-    def score(self, items: Sequence[RewardItem], *, tolerate_none: bool = False) -> list[Score]:
+    def score(
+        self,
+        items: Sequence[RewardItem],
+        *,
+        tolerate_none: bool = False,
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[Score]:
         """One Score per item, in order. Raises RewardError when a user's function returns something
         unusable, or when more than max_failed_scores_fraction of the items cannot be scored for a reason
         that is not the completion's own; the message holds the first cause. With `tolerate_none`, items for
-        which a user's function returns None do not count towards that."""
+        which a user's function returns None do not count towards that. `on_wait` is called again and again
+        while workers are waited for, and ends the scoring by raising."""
         if not items:
             return []
-        verdicts = self._judge(items)
+        verdicts = self._judge(items, on_wait)
         if self._user_worker is not None:
-            return self._score_by_user(items, verdicts, self._user_worker, tolerate_none)
+            return self._score_by_user(items, verdicts, self._user_worker, tolerate_none, on_wait)
         failures = [verdict.detail for verdict in verdicts if verdict.status is ScoreStatus.FAILED]
         self._stop_on_too_many(failures, len(items))
         return [built_in_score(verdict, self.options) for verdict in verdicts]
 
-    def _judge(self, items: Sequence[RewardItem]) -> list[Verdict]:
+    def _judge(self, items: Sequence[RewardItem], on_wait: Callable[[], None] | None) -> list[Verdict]:
         tags = self.options.tags
         answers = [extract_answer(item.completion, tags) for item in items]
         matches = [
@@ -161,7 +168,7 @@ class RewardStack:
                 if match is Match.UNDECIDED and answer is not None
             }
         )
-        asked = dict(zip(undecided, self._checkers.run(undecided), strict=True))
+        asked = dict(zip(undecided, self._checkers.run(undecided, on_wait), strict=True))
         verdicts = []
         for item, answer, match in zip(items, answers, matches, strict=True):
             status, detail = ScoreStatus.SCORED, ""
@@ -190,6 +197,7 @@ class RewardStack:
         verdicts: Sequence[Verdict],
         worker: WorkerPool,
         tolerate_none: bool,
+        on_wait: Callable[[], None] | None,
     ) -> list[Score]:
         names, path = self.options.reward_functions or (), self.options.reward_functions_path or ""
         prompts, completions, answers, questions = (
@@ -200,7 +208,7 @@ class RewardStack:
         parts: list[dict[str, float]] = [{} for _ in items]
         statuses = [ScoreStatus.SCORED] * len(items)
         failures: dict[int, str] = {}  # the first cause of each item that counts as failed
-        for name, result in zip(names, worker.run([(name, columns) for name in names]), strict=True):
+        for name, result in zip(names, worker.run([(name, columns) for name in names], on_wait), strict=True):
             function = describe(name, path)
             if (
                 result.status is not ScoreStatus.SCORED

@@ -30,20 +30,24 @@ def evaluate_prompts(
     mode: EvalMode,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """K = `num_passes` completions of every prompt with the weights that the engine holds. Every prompt counts."""
+    """K = `num_passes` completions of every prompt with the weights that the engine holds. Every prompt counts.
+    `on_progress` is the engine's, `on_wait` the reward stack's."""
     seeds = completion_seeds(seed, "evaluation", 0, prompts, num_passes)
     groups = engine.generate(prompts, seeds, sampling, on_progress)
-    scores = score_groups(stack, groups)
+    scores = score_groups(stack, groups, on_wait)
     return Evaluation(evaluation_stats(scores, mode), groups, scores)
 
 
-def score_groups(stack: RewardStack, groups: Sequence[Group]) -> list[list[Score]]:
+def score_groups(
+    stack: RewardStack, groups: Sequence[Group], on_wait: Callable[[], None] | None = None
+) -> list[list[Score]]:
     """One Score per completion, in the shape of the groups."""
     items = [
         RewardItem(group.prompt.text, completion.text, group.prompt.question, group.prompt.answer)
         for group in groups
         for completion in group.completions
     ]
-    scores = iter(stack.score(items))
+    scores = iter(stack.score(items, on_wait=on_wait))
     return [[next(scores) for _ in group.completions] for group in groups]

@@ -200,7 +200,7 @@ def _step(
     groups = _sample(run, parts, step, prompts)
     t1 = time.perf_counter()
     run.printer.phase(f"step {step}: scoring")
-    sampled = _score(parts, groups)
+    sampled = _score(run, parts, groups)
     t2 = time.perf_counter()
     run.check_stop()
     run.printer.phase(f"step {step}: updating")
@@ -248,9 +248,9 @@ def _sample(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> lis
     return groups
 
 
-def _score(parts: Parts, groups: list[Group]) -> Sampled:
+def _score(run: Run, parts: Parts, groups: list[Group]) -> Sampled:
     """Scores and group-relative advantages."""
-    scores = score_groups(parts.stack, groups)
+    scores = score_groups(parts.stack, groups, run.check_stop)
     masked = StopReason.LENGTH if parts.cfg.rl.mask_truncated_completions else None
     valid = np.array(
         [
@@ -391,6 +391,7 @@ def _evaluate(run: Run, parts: Parts, prompts: Sequence[Prompt], title: str) -> 
         mode=cfg.eval_mode,
         seed=cfg.seed,
         on_progress=progress,
+        on_wait=run.check_stop,
     )
     run.printer.note(format_eval_line(title, evaluation.stats))
     return evaluation.stats
