@@ -220,7 +220,7 @@ def test_pad_tokens_do_not_change_anything(params: Params) -> None:
     base = random_params(spec, 1)
     wild = {**base, "embed": base["embed"].at[0].set(1e3)}
     prompts = [make_prompt(n) for n in (1, 5, 33)]
-    sampling = replace(SAMPLED, top_k=5)
+    sampling = replace(SAMPLED, top_k=5, stop_token_ids=())
     calm, disturbed = (
         all_completions(make_engine(p, spec).generate(prompts, seeds_for([1, 2, 2]), sampling)) for p in (base, wild)
     )

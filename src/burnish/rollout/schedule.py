@@ -57,8 +57,9 @@ class Schedule:
             # Everything starts at once: a group fills one lane, or several of equal width.
             width = -(-largest // -(-largest // MAX_WIDTH))
         else:
-            # Slots are refilled: half a group side by side keeps a lane's slots busy until the group is done.
-            width = min(MAX_WIDTH, max(1, largest // 2))
+            # Slots are refilled: a quarter of a group side by side keeps a lane's slots busy until the group is
+            # nearly done. Simulated with lengths as on GSM8K, wider and narrower lanes are both slower.
+            width = min(MAX_WIDTH, max(1, largest // 4))
         self.width = min(width, max_slots)
         lanes_wanted = sum(-(-size // self.width) for size in group_sizes)
         self.num_lanes = min(bucket(lanes_wanted, 1, halves=True), max(1, max_slots // self.width))
