@@ -91,7 +91,8 @@ class BuiltinEngine:
         afterwards."""
         _check_tree(self._spec, params)
         self._view = None  # frees the old weights before the new ones are made
-        self._view = decode.decode_view(self._spec, params, dtype=self._dtype)
+        # Waits for the copy: NumPy arrays may be read in place, and the caller may change them on return.
+        self._view = jax.block_until_ready(decode.decode_view(self._spec, params, dtype=self._dtype))
         self._version = version
 
     def generate(
