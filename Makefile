@@ -42,6 +42,8 @@ docs: $(READY)
 tiny-model: $(READY)
 	$(BIN)/python -m burnish.data.tiny runs/tiny-base
 	$(BIN)/burnish sft recipes/tiny-model.yaml load_parameters_path=runs/tiny-base base_output_directory=runs run_name=tiny-model
+	$(BIN)/burnish to-huggingface load_parameters_path=runs/tiny-model/checkpoints/actor/2000/model_params base_output_directory=runs/tiny-hf
+	cp runs/tiny-hf/* src/burnish/assets/tiny/
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""The update and the loops around it: advantages, packing, losses, optimizer, training, evaluation, SFT."""
