@@ -20,7 +20,7 @@ from burnish.data.tiny import write_tiny_base
 from burnish.models.families import spec_from_hf
 from burnish.models.params import init_params
 from burnish.observe.metrics import read_metrics
-from burnish.observe.rollouts import read_rollouts
+from burnish.observe.rollouts import read_rollouts, rollout_steps
 from burnish.rl.train import train
 
 NUM_STEPS = 6
@@ -73,8 +73,9 @@ def write_checkpoint(directory: Path, seed: int = 0) -> Path:
     return directory / "model"
 
 
-def write_questions(file: Path, questions=QUESTIONS) -> Path:
-    file.write_text("".join(json.dumps({"question": q, "answer": str(i)}) + "\n" for i, q in enumerate(questions)))
+def write_questions(file: Path, answers="012345") -> Path:
+    rows = [{"question": question, "answer": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -119,7 +120,8 @@ def metrics(run: Path):
 
 def assert_same_run(run: Path, other: Path, steps: int = NUM_STEPS):
     """Weights, optimizer state, data position, metrics and rollouts are the same to the last bit."""
-    for step in range(1, steps + 1):
+    assert rollout_steps(run / "rollouts") == rollout_steps(other / "rollouts")
+    for step in rollout_steps(run / "rollouts"):
         assert read_rollouts(run / "rollouts", step) == read_rollouts(other / "rollouts", step), f"step {step}"
     assert metrics(run) == metrics(other)
     (arrays, extra), (other_arrays, other_extra) = saved(run, steps), saved(other, steps)

@@ -88,9 +88,14 @@ def pack(
 
 
 def pack_examples(
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]], *, max_tokens: int, rows: int = 1
+    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    max_tokens: int,
+    max_groups: int | None = None,
+    rows: int = 1,
 ) -> PackedStep:
-    """Pack (prompt ids, completion ids) pairs for supervised training: every completion token counts once."""
+    """Pack (prompt ids, completion ids) pairs for supervised training: every completion token counts once. Rows and
+    micro-batches are filled as `pack` fills them; an example is a group of one."""
     segments = [
         Segment(
             np.asarray(prompt, np.int32),
@@ -103,6 +108,7 @@ def pack_examples(
         sequences=len(segments),
         tokens=sum(len(completion) for _, completion in examples),
         max_tokens=max_tokens,
+        max_groups=max_groups,
         rows=rows,
     )
 
