@@ -70,6 +70,11 @@ def chat(cfg: ChatConfig) -> None:
             return
         messages.append({"role": "user", "content": text})
         rendered = _fitting(messages, model.tokenizer, cfg.max_prefill_predict_length)
+        if rendered is None:
+            limit = f"more than max_prefill_predict_length={cfg.max_prefill_predict_length} tokens"
+            console.print(f"That has {limit}; the chat begins anew.", markup=False, highlight=False)
+            messages.clear()
+            continue
         prompt = Prompt(turn, text, "", rendered.text, rendered.token_ids)
         seeds = setup.completion_seeds(cfg.seed, "chat", turn, [prompt], 1)
         (group,) = engine.generate([prompt], seeds, sampling)
@@ -117,16 +122,15 @@ def _prompt(index: int, question: str, rendered: RenderedPrompt, cfg: GenerateCo
     return Prompt(index, question, "", rendered.text, rendered.token_ids)
 
 
-def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -> RenderedPrompt:
-    """The conversation without its oldest exchanges, as many as it takes; `messages` is shortened in place."""
+def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -> RenderedPrompt | None:
+    """The conversation without its oldest exchanges, as many as it takes; `messages` is shortened in place. None where
+    the last message alone is too long."""
     while True:
         rendered = tokenizer.render_chats([messages])[0]
         if len(rendered.token_ids) <= limit:
             return rendered
         if len(messages) == 1:
-            raise BurnishError(
-                f"the message has {len(rendered.token_ids)} tokens, more than max_prefill_predict_length={limit}"
-            )
+            return None
         del messages[:2]
 
 
