@@ -56,7 +56,10 @@ def rematerialise(policy: RematPolicy) -> Callable[[Callable], Callable]:
     if policy == "none":
         return lambda f: f
     if policy == "minimal":
-        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        keep = jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names("attention"),
+        )
         return lambda f: jax.checkpoint(f, policy=keep, prevent_cse=False)
     if policy == "full":
         return lambda f: jax.checkpoint(f, prevent_cse=False)
