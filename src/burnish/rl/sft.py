@@ -120,7 +120,7 @@ def _pack(cfg: SFTConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tu
     for prompt in prompts:
         completion = tokenizer.encode_completion(prompt.answer)
         examples.append((prompt.token_ids, completion[: cfg.max_target_length - len(prompt.token_ids)]))
-    packed = pack_examples(examples, max_tokens=cfg.max_target_length, max_groups=cfg.resolved_train_micro_batch_size)
+    packed = pack_examples(examples, max_tokens=setup.row_tokens(cfg), max_groups=cfg.resolved_train_micro_batch_size)
     return packed, np.array([len(completion) for _, completion in examples])
 
 

@@ -273,7 +273,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         sampled.groups,
         sampled.advantages,
         sampled.valid,
-        max_tokens=cfg.max_target_length,
+        max_tokens=setup.row_tokens(cfg),
         max_groups=cfg.resolved_train_micro_batch_size,
         keep_zero_advantages=cfg.rl.grpo_beta > 0,
     )
