@@ -6,6 +6,7 @@ and decoding (one token a row against a cache) share every other line. Norms, ro
 float32; matrix products run in `dtype` (the compute dtype).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,15 +30,19 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, in_axes: int = 1) -> jax.Array:
-    """x (..., *in) times weight (*in, *out), in x's dtype; `in_axes` counts the contracted axes."""
-    contract = (tuple(range(x.ndim - in_axes, x.ndim)), tuple(range(in_axes)))
-    y = jax.lax.dot_general(x, weight.astype(x.dtype), (contract, ((), ())))
+    """x (..., *in) times weight (*in, *out), the product in x's dtype; `in_axes` counts the contracted axes.
+
+    One matrix times one matrix, whatever the axes: the derivatives are then such products too, with no operand
+    transposed in memory on CPU.
+    """
+    rows, out = x.shape[: x.ndim - in_axes], weight.shape[in_axes:]
+    contracted = math.prod(weight.shape[:in_axes])
+    y = x.reshape(-1, contracted) @ weight.reshape(contracted, -1).astype(x.dtype)
+    y = y.reshape(*rows, *out)
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def layer(
-    spec: ModelSpec, p: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
-) -> jax.Array:
+def layer(spec: ModelSpec, p: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
     """One decoder layer. x (..., D); p: this layer's arrays; rope: (cos, sin) each (..., N/2) float32."""
     h = rms_norm(x, p["input_norm"], spec.rms_norm_eps)
     q = apply_rope(linear(h, p["q_proj"], p.get("q_bias")), *rope)
