@@ -22,13 +22,14 @@ NO_GENERATION_PROMPT = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}
 
 @pytest.fixture
 def make(tmp_path):
-    def make(template=None, adds_bos=False, pad="<eos>", config=None, generation_config=None):
+    def make(template=None, adds_bos=False, adds_eos=False, pad="<eos>", config=None, generation_config=None):
         tokenizer = RustTokenizer(models.WordLevel({**SPECIAL, **WORDS}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.add_special_tokens(list(SPECIAL))
-        if adds_bos:
+        if adds_bos or adds_eos:
+            begin, end = "<bos> " * adds_bos, " <eos>" * adds_eos
             tokenizer.post_processor = processors.TemplateProcessing(
-                single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+                single=f"{begin}$A{end}", pair=f"{begin}$A $B{end}", special_tokens=[("<bos>", 1), ("<eos>", 2)]
             )
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         settings = {
@@ -70,6 +71,18 @@ def test_prompt_ids_are_those_of_the_chat_template(make, template, num_bos, adds
 def test_encoding_a_text_adds_no_special_token(make, adds_bos):
     tokenizer = load_tokenizer(make(CHATML, adds_bos))
     assert tokenizer.encode("say hello") == [WORDS["say"], WORDS["hello"]]
+
+
+@pytest.mark.parametrize(("adds_bos", "text", "num_bos"), [
+    (True, "how many", 1), (True, "<bos> how many", 1), (False, "how many", 0), (False, "<bos> how many", 1),
+])  # fmt: skip
+def test_a_text_to_be_continued_begins_with_bos_once_and_does_not_end(make, adds_bos, text, num_bos):
+    tokenizer = load_tokenizer(make(adds_bos=adds_bos, adds_eos=True))
+    bos, eos = SPECIAL["<bos>"], SPECIAL["<eos>"]
+    assert eos in tokenizer.hf.encode(text)
+    ids = tokenizer.encode_prompt(text)
+    assert ids.count(bos) == num_bos
+    assert ids[num_bos:] == [WORDS["how"], WORDS["many"]]
 
 
 def test_prompts_rendered_together_equal_those_rendered_alone(make):

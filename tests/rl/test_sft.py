@@ -63,12 +63,19 @@ def run_sft(*args):
     return sft(load_config(SFTConfig, list(args)))
 
 
-def examples_of(checkpoint, cfg_args):
+@pytest.fixture
+def two(args, tmp_path):
+    """A file with two of the examples."""
+    examples = Path(load_config(SFTConfig, args("two")).hf_train_files[0]).read_text().splitlines(keepends=True)
+    (tmp_path / "two.jsonl").write_text("".join(examples[1:4:2]))
+    return tmp_path / "two.jsonl"
+
+
+def examples_of(checkpoint, file):
     """(prompt ids, completion ids) of every example, rendered here."""
-    cfg = load_config(SFTConfig, cfg_args)
     tokenizer = load_tokenizer(checkpoint)
-    template = PromptTemplate.load(cfg.data_template_path, "e", "t", "<answer>", "</answer>")
-    rows = [json.loads(line) for line in Path(cfg.hf_train_files[0]).read_text().splitlines()]
+    template = PromptTemplate.load("gsm8k_rl.json", "e", "t", "<answer>", "</answer>")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     return tuple(
         (
             tokenizer.render_prompt(template.render(row["question"])).token_ids,
@@ -86,32 +93,35 @@ def plain_loss(params, spec, examples):
     return -jnp.sum(jnp.concatenate(logprobs)) / sum(len(lp) for lp in logprobs)
 
 
-def test_only_completions_are_learnt(checkpoint, args, tmp_path):
+def test_only_completions_are_learnt(checkpoint, args, two, tmp_path):
     """Loss and gradient of one step with all examples are those of the completions' mean cross-entropy."""
-    run_sft(*args("run", "batch_size=6", "num_batches=1", "num_test_batches=0"))
+    run_sft(*args("run", f"hf_train_files={two}", "batch_size=2", "num_batches=1", "num_test_batches=0"))
     spec, params = load_params(checkpoint)
-    loss, gradient = plain_loss(params, spec, examples_of(checkpoint, args("run")))
+    loss, gradient = plain_loss(params, spec, examples_of(checkpoint, two))
     (row,) = metrics(tmp_path / "run")
     assert row["loss"] == pytest.approx(float(loss), rel=1e-5)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradient)))
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_the_loss_falls_and_the_summary_says_so(checkpoint, args, tmp_path):
-    summary = run_sft(*args("run", "num_batches=16", "eval_batch_size=6"))
+def test_the_loss_falls_and_the_summary_says_so(checkpoint, args, two, tmp_path):
+    summary = run_sft(*args("run", "num_batches=16", f"hf_eval_files={two}", "eval_batch_size=2"))
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4])
     assert summary["loss_after"] < 0.7 * summary["loss_before"]
     assert summary["steps"] == 16
     spec, params = load_params(checkpoint)
-    loss, _ = plain_loss(params, spec, examples_of(checkpoint, args("run")))
+    loss, _ = plain_loss(params, spec, examples_of(checkpoint, two))
     assert summary["loss_before"] == pytest.approx(float(loss))
 
 
-def test_completions_are_cut_at_the_length_that_is_generated_at_most(checkpoint, args, tmp_path):
-    run_sft(*args("run", "batch_size=6", "num_batches=1", "num_test_batches=0", "max_target_length=73"))
-    longest = max(min(len(c), 73 - len(p)) for p, c in examples_of(checkpoint, args("run")))
-    assert metrics(tmp_path / "run")[0]["completion_length/max"] == longest
+def test_completions_are_cut_at_the_length_that_is_generated_at_most(checkpoint, args, two, tmp_path):
+    lengths = [(len(prompt), len(completion)) for prompt, completion in examples_of(checkpoint, two)]
+    limit = max(map(sum, lengths)) - 2
+    assert max(prompt for prompt, _ in lengths) < min(map(sum, lengths)) < limit
+    cut = ["batch_size=2", f"max_prefill_predict_length={limit - 1}", f"max_target_length={limit}"]
+    run_sft(*args("run", *cut, f"hf_train_files={two}", "num_batches=1", "num_test_batches=0"))
+    assert metrics(tmp_path / "run")[0]["completion_length/mean"] == np.mean([min(c, limit - p) for p, c in lengths])
 
 
 def test_its_metrics_are_described(args, tmp_path):

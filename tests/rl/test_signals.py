@@ -88,10 +88,10 @@ def environment():
     return {**os.environ, "HF_TOKEN": TOKEN}
 
 
-def test_the_program_exits_with_the_restart_code_while_it_samples(checkpoint, questions, tmp_path):
-    """Steps long enough that the signal comes in the middle of one, and too many to end by themselves."""
-    long = ["max_target_length=256", "rl.num_generations=32", "num_batches=2000", "num_epoch=1000"]
-    command = train_args(checkpoint, questions, tmp_path, "run", *long, "checkpoint_period=100000")
+def test_the_program_exits_with_the_restart_code(checkpoint, questions, tmp_path):
+    """Many steps, so that the signal comes in the middle of one."""
+    long = ["num_batches=3000", "num_epoch=1000", "checkpoint_period=100000"]
+    command = train_args(checkpoint, questions, tmp_path, "run", *long)
     process = subprocess.Popen(
         [sys.executable, "-m", "burnish.cli.main", "train-rl", *command],
         env=environment(),

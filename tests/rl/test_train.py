@@ -1,6 +1,8 @@
 """A training run as a whole: what it leaves behind, what stops it, and what must not change its result."""
 
 import json
+import re
+import shutil
 from collections import Counter
 
 import jax
@@ -8,17 +10,20 @@ import numpy as np
 import pytest
 import tiny_rl
 from conftest import TOKEN
-from tiny_runs import metrics, run_training, saved
+from tiny_runs import metrics, run_training, saved, train_args
 
 from burnish.checkpoints.export_command import to_huggingface
 from burnish.checkpoints.hf_import import load_params
-from burnish.checkpoints.store import TrainingStore
+from burnish.checkpoints.store import TrainingStore, load_model_params
 from burnish.config.overrides import load_config
-from burnish.config.schema import ExportConfig, RunConfig
+from burnish.config.schema import DemoConfig, ExportConfig, RunConfig
+from burnish.data.tokenizer import load_tokenizer
 from burnish.errors import BurnishError
 from burnish.observe.metrics import METRICS, REWARD_PART, read_metrics
 from burnish.observe.rollouts import read_rollouts
 from burnish.rewards.types import RewardError
+from burnish.rl import demo as demo_module
+from burnish.rl import setup
 from burnish.rollout.engine import BuiltinEngine
 
 TEMPERATURE = 0.9  # decode_sampling_temperature's default
@@ -46,6 +51,26 @@ def test_every_metric_is_written_on_every_step(whole_run):
 
 def test_sampler_and_trainer_agree_on_every_step(whole_run):
     assert max(row["logprob_difference/max"] for row in metrics(whole_run)) < 1e-4
+
+
+def test_the_loss_of_one_on_policy_update_is_zero_and_its_gradient_is_not(whole_run):
+    """As the guide to metrics says: the advantages of a group sum to 0 and every ratio is 1."""
+    for row in metrics(whole_run):
+        assert row["loss"] == pytest.approx(0, abs=1e-6)
+        assert row["grad_norm"] > 0.1
+
+
+def test_the_learning_rate_follows_the_schedule_that_is_printed(whole_run, args):
+    """Peak 0.01, no warm-up (a tenth of 6 updates is less than one), cosine to 0."""
+    rates = [row["learning_rate"] for row in metrics(whole_run)]
+    np.testing.assert_allclose(rates, [0.005 * (1 + np.cos(np.pi * n / 6)) for n in range(6)], rtol=1e-5)
+    long = load_config(RunConfig, args("run", "num_batches=250", "rl.num_iterations=2"))
+    assert setup.schedule(long).corner_points() == [
+        (0, pytest.approx(0.01 / 51)),
+        (50, pytest.approx(0.01)),
+        (275, pytest.approx(0.005)),
+        (500, pytest.approx(0, abs=1e-9)),
+    ]
 
 
 def test_advantages_in_the_records_are_those_of_the_rewards(whole_run):
@@ -128,12 +153,12 @@ def test_a_run_goes_on_from_another_runs_checkpoint(whole_run, args, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_steps(checkpoint, questions, tmp_path_factory):
-    """two_steps(*changes): the directory of a run of two steps of four prompts."""
-    from tiny_runs import train_args
+    """two_steps(*changes): the directory of a run of two steps of four prompts. With Adam's usual eps, a gradient of
+    almost 0 moves a weight by the whole learning rate in a direction that rounding decides."""
 
     def run(*changes):
         base = tmp_path_factory.mktemp("steps")
-        options = ["batch_size=4", "num_batches=2", "max_num_seqs=null", *changes]
+        options = ["batch_size=4", "num_batches=2", "adam_eps=0.01", *changes]
         run_training(*train_args(checkpoint, questions, base, "run", *options))
         return base / "run"
 
@@ -228,18 +253,80 @@ def test_truncated_completions_can_be_masked(args, tmp_path):
     assert all(np.isfinite(list(row.values())).all() for row in metrics(tmp_path / "run"))
 
 
-def test_a_sampler_with_other_weights_stops_the_run_before_anything_is_saved(args, tmp_path, monkeypatch):
+def scaled(params):
+    return jax.tree.map(lambda a: 1.5 * a, params)
+
+
+def swapped(params):
+    """Two leaves of one shape in each other's place."""
+    layers = params["layers"]
+    return {**params, "layers": {**layers, "gate_proj": layers["up_proj"], "up_proj": layers["gate_proj"]}}
+
+
+@pytest.mark.parametrize("wrong", [scaled, swapped])
+def test_a_sampler_with_other_weights_stops_the_run_before_anything_is_saved(args, tmp_path, monkeypatch, wrong):
     load_weights = BuiltinEngine.load_weights
 
     def wrong_from_the_third(engine, params, version):
-        wrong = jax.tree.map(lambda a: 1.5 * a, params) if version >= 2 else params
-        load_weights(engine, wrong, version)
+        load_weights(engine, wrong(params) if version >= 2 else params, version)
 
     monkeypatch.setattr(BuiltinEngine, "load_weights", wrong_from_the_third)
-    with pytest.raises(BurnishError, match=r"step 3: sampler and trainer differ by .*rl\.max_logprob_difference=0\.1"):
-        run_training(*args("run", "checkpoint_period=1", "rl.max_logprob_difference=0.1"))
+    with pytest.raises(BurnishError, match=r"step 3: sampler and trainer differ by .*rl\.max_logprob_difference=0\.05"):
+        run_training(*args("run", "checkpoint_period=1", "rl.max_logprob_difference=0.05"))
     assert steps(tmp_path / "run") == [1, 2]
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+
+
+@pytest.fixture
+def two_stops(checkpoint, tmp_path):
+    """The checkpoint with a second stop token, a digit that is often sampled; its id."""
+    directory = shutil.copytree(checkpoint, tmp_path / "two-stops")
+    config = json.loads((directory / "generation_config.json").read_text())
+    (digit,) = load_tokenizer(checkpoint).encode("7")
+    config["eos_token_id"].append(digit)
+    (directory / "generation_config.json").write_text(json.dumps(config))
+    return directory, set(config["eos_token_id"])
+
+
+def test_every_stop_token_of_the_model_ends_completions_is_trained_and_is_exported(args, tmp_path, two_stops):
+    directory, stops = two_stops
+    run_training(*args("run", f"load_parameters_path={directory}", "num_batches=2"))
+    rows = [row for step in (1, 2) for row in read_rollouts(tmp_path / "run" / "rollouts", step)]
+    stopped = [row for row in rows if row.stop_reason == "stop"]
+    assert {row.completion_ids[-1] for row in stopped} == stops
+    assert not any(stops & set(row.completion_ids[:-1]) for row in rows)
+    assert all(not stops & set(row.completion_ids) for row in rows if row.stop_reason == "length")
+    cut = [sum(row.stop_reason == "length" for row in part) / 8 for part in (rows[:8], rows[8:])]
+    assert [row["truncated_fraction"] for row in metrics(tmp_path / "run")] == cut
+    exported = export(tmp_path / "run" / "checkpoints" / "actor" / "2" / "model_params", tmp_path / "exported")
+    assert (exported / "generation_config.json").read_bytes() == (directory / "generation_config.json").read_bytes()
+
+
+def test_what_a_run_shows_and_writes_can_be_chosen(args, tmp_path, capsys):
+    options = ["debug=true", "profiler=xplane", "log_period=2", "enable_checkpointing=false", "num_batches=3"]
+    run_training(*args("run", *options, f"tensorboard_dir={tmp_path / 'board'}"))
+    printed = capsys.readouterr().out
+    (first, *_) = read_rollouts(tmp_path / "run" / "rollouts", 1)
+    assert f"--- gold {first.answer}; answer 0, exact_format 0, partial_format" in printed
+    assert re.findall(r"^ *(\d)/3 ", printed, re.MULTILINE) == ["2", "3"]
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+    assert list((tmp_path / "board").glob("events.*"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_the_demonstration_ends_with_a_verified_export(tmp_path, monkeypatch, capsys):
+    def shortened(cls, args):
+        return load_config(cls, [*args, "num_batches=1"] if cls is RunConfig else args)
+
+    monkeypatch.setattr(demo_module, "load_config", shortened)
+    summary = demo_module.demo(load_config(DemoConfig, [f"base_output_directory={tmp_path}", "run_name=demo"]))
+    assert summary == json.loads((tmp_path / "demo" / "summary.json").read_text())
+    _, params = load_params(tmp_path / "demo" / "hf")
+    trained = load_model_params(tmp_path / "demo" / "checkpoints" / "actor" / "1")
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True))
+    printed = capsys.readouterr().out
+    assert all(f"{tmp_path / 'demo' / place}" in printed for place in ("hf", "metrics.jsonl", "rollouts", "curve.png"))
 
 
 def test_data_that_does_not_last_is_refused_before_anything_is_made(args, tmp_path):

@@ -56,6 +56,14 @@ class Tokenizer:
         """The ids of a text, no special tokens added."""
         return list(self.hf.encode(text, add_special_tokens=False))
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text to be continued as it is: with the BOS that the tokenizer begins a text with, once
+        also where the text has it already, and with no EOS behind it."""
+        ids = self.encode(text)
+        bos = self.hf.bos_token_id
+        begins = bos is not None and self.hf.encode("")[:1] == [bos]
+        return [bos, *ids] if begins and ids[:1] != [bos] else ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.hf.decode(
             [int(i) for i in token_ids],

@@ -106,7 +106,7 @@ def _questions(cfg: GenerateConfig) -> list[str]:
 
 def _render(cfg: GenerateConfig, tokenizer: Tokenizer, question: str) -> RenderedPrompt:
     if not cfg.chat:
-        return RenderedPrompt(question, tuple(tokenizer.hf.encode(question)))
+        return RenderedPrompt(question, tuple(tokenizer.encode_prompt(question)))
     if cfg.data_template_path is not None:
         question = setup.template(cfg.data_template_path, cfg).render(question)
     return tokenizer.render_prompt(question)
