@@ -7,9 +7,9 @@ import types
 import pytest
 
 from burnish.cli.main import COMMANDS, main
-from burnish.errors import BurnishError
 from burnish.config.fields import options_of
 from burnish.config.schema import COMMANDS as CONFIGS
+from burnish.errors import BurnishError
 
 HEAVY = ("jax", "transformers", "numpy", "datasets", "orbax", "grain", "pyarrow", "matplotlib")
 
