@@ -87,6 +87,20 @@ def test_greedy_takes_the_first_of_the_largest_logits_and_scores_it_at_temperatu
     np.testing.assert_allclose(logprobs, logits[17] - np.log(np.exp(logits.astype(np.float64)).sum()), atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [9000, 8197])
+def test_a_wide_vocabulary_is_cut_like_a_narrow_one(width: int) -> None:
+    """Wide enough for the two stages of top-k, also where the last group of entries is not full."""
+    logits = (np.random.default_rng(4).standard_normal(width) * 3).astype(np.float32)
+    logits[:40] = np.sort(logits)[-40:] + 1  # neighbours: the largest ones share a group
+    logits[[-1, 5000]] = logits.max()
+    cuts, way = cuts_from(SamplingParams(10, top_k=50, temperature=2.0), width)
+    numbers = (np.arange(5000, dtype=np.float32) + 0.5) / 5000
+    rows = jnp.broadcast_to(jnp.asarray(logits), (len(numbers), width))
+    tokens, _ = jax.jit(sample, static_argnums=3)(rows, jnp.asarray(numbers), cuts, way)
+    frequencies = np.bincount(np.asarray(tokens), minlength=width) / len(numbers)
+    assert np.abs(frequencies - cut_probabilities(logits, temperature=2.0, top_k=50)).max() <= 2 / len(numbers)
+
+
 @pytest.mark.parametrize("top_k", [3, 300])
 def test_equal_logits_everywhere_are_no_trouble(top_k: int) -> None:
     tokens, logprobs = draw(np.zeros(V, np.float32), np.linspace(0, 0.999, 7), SamplingParams(10, top_k=top_k))

@@ -23,7 +23,7 @@ from burnish.rollout.schedule import Schedule, Slot, bucket
 from burnish.rollout.stopping import stop_string_end
 from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
 
-FIRST_COLUMNS = 128
+FIRST_COLUMNS = 64
 """A row's own cache starts with this many columns (fewer if it can not need them) and doubles when full."""
 
 PREFILL_TOKENS = 512

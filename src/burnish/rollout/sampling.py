@@ -20,6 +20,7 @@ from burnish.rollout.types import SamplingParams
 MAX_CANDIDATES = 64
 """top-k up to this size is cut by `lax.top_k`, whose time grows with k."""
 
+_GROUP = 32  # vocabulary entries of which only the largest takes part in the first stage of top-k
 _BLOCK = 256  # vocabulary entries summed at a time by the two-level inversion
 
 
@@ -97,14 +98,26 @@ def _last_positive(weights: jax.Array) -> jax.Array:
 
 def _by_candidates(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
     count = min(MAX_CANDIDATES, scaled.shape[1])
-    # The barrier keeps XLA from merging our slices into top_k's, after which it sorts the whole vocabulary.
-    values, ids = lax.optimization_barrier(lax.top_k(scaled, count))
+    values, ids = _top_k(scaled, count)
     weights = jnp.where(jnp.arange(count) < cuts.top_k, jnp.exp(values - values[:, :1]), 0.0)
     before = jnp.cumsum(weights, axis=1) - weights
     keep = (before < cuts.top_p * weights.sum(axis=1, keepdims=True)) & (weights >= cuts.min_p)
     keep = keep | (jnp.arange(count) == 0)
     index = _invert(jnp.where(keep, weights, 0.0), uniforms)
     return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` of x (B, V), in two stages where V is wide: the k largest lie in the k groups of largest maximum."""
+    # The barriers keep XLA from merging later slices into top_k's, after which it sorts the whole row.
+    B, V = x.shape
+    if 4 * k * _GROUP > V:
+        return lax.optimization_barrier(lax.top_k(x, k))
+    groups = jnp.pad(x, ((0, 0), (0, -V % _GROUP)), constant_values=-jnp.inf).reshape(B, -1, _GROUP)
+    _, best = lax.optimization_barrier(lax.top_k(groups.max(axis=2), k))
+    candidates = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(B, k * _GROUP)
+    values, places = lax.optimization_barrier(lax.top_k(candidates, k))
+    return values, jnp.take_along_axis(best, places // _GROUP, axis=1) * _GROUP + places % _GROUP
 
 
 def _from_whole(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:
