@@ -72,16 +72,20 @@ def test_a_run_that_is_told_to_end_saves_what_is_whole_and_resumes(
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_run_that_waits_for_rewards_ends_at_once(args, tmp_path):
+def test_a_run_that_waits_for_rewards_ends_at_once(args, tmp_path, monkeypatch):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(SLOW_REWARD)
-    timer = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    try:
-        with pytest.raises(BurnishError, match=r"SIGTERM.*nothing to save"):
-            run_training(*args("run", f"reward_functions_path={rewards}", "reward_functions=slow"))
-    finally:
-        timer.cancel()
+    score, started = train.score_groups, []
+
+    def told_a_second_later(*arguments):
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        started.append(time.monotonic())
+        return score(*arguments)
+
+    monkeypatch.setattr(train, "score_groups", told_a_second_later)
+    with pytest.raises(BurnishError, match=r"SIGTERM.*nothing to save"):
+        run_training(*args("run", f"reward_functions_path={rewards}", "reward_functions=slow"))
+    assert time.monotonic() - started[0] < SECONDS
 
 
 def environment():
