@@ -116,6 +116,7 @@ def run_training(cfg: RunConfig) -> Outcome:
         if cfg.rl.grpo_beta:
             assert initial is not None
             reference = on_device(initial)
+        del initial  # a whole model in host memory
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
