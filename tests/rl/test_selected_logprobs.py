@@ -11,7 +11,7 @@ from burnish.rl.logprobs import selected_logprobs
 @pytest.fixture(params=["one chunk", "many chunks, kept", "many chunks, recomputed"])
 def chunking(request, monkeypatch):
     if request.param != "one chunk":
-        monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 2 * 50 * 4)
+        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 8)
     if request.param == "many chunks, recomputed":
         monkeypatch.setattr(logprobs, "KEEP_BYTES", 0)
 

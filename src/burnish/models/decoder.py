@@ -8,6 +8,7 @@ float32; matrix products run in `dtype` (the compute dtype).
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,11 +23,34 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q (..., H, N), k (..., K, N), v (..., K, N)), rope applied -> (..., H, N)."""
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Zhang & Sennrich 2019 (arXiv:1910.07467), computed in float32, returned in x's dtype."""
+    """Zhang & Sennrich 2019 (arXiv:1910.07467), computed in float32, returned in x's dtype.
+
+    x (..., D), scale (D,). The derivative is written out for the sum over rows in that of `scale`: as a product with
+    ones it is many times faster on CPU than as a reduction.
+    """
+    return _rms_norm_fwd(x, scale, eps)[0]
+
+
+def _rms_norm_fwd(x, scale, eps):
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_bwd(eps, residuals, dy):
+    x, scale, inverse = residuals
+    normed = x.astype(jnp.float32) * inverse
+    dy = dy.astype(jnp.float32)
+    d_normed = dy * scale.astype(jnp.float32)
+    dx = inverse * (d_normed - normed * jnp.mean(d_normed * normed, axis=-1, keepdims=True))
+    per_row = (dy * normed).reshape(-1, x.shape[-1])
+    d_scale = jnp.ones((1, per_row.shape[0]), jnp.float32) @ per_row
+    return dx.astype(x.dtype), d_scale[0].astype(scale.dtype)
+
+
+rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, in_axes: int = 1) -> jax.Array:

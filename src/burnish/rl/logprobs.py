@@ -10,8 +10,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-CHUNK_BYTES = 128 * 2**20
-"""Float32 logits of one chunk are about this large: enough rows for full matrix speed, small beside the model."""
+CHUNK_TOKENS = 256
+"""Tokens of one chunk: enough for full matrix speed, few enough that a partly filled last chunk costs little."""
 
 KEEP_BYTES = 512 * 2**20
 """Logits are kept for the backward pass up to this size; above it they are recomputed (a third more work there)."""
@@ -27,8 +27,7 @@ def selected_logprobs(
     """
     B, M, D = hidden.shape
     V = head.shape[0]
-    chunks = max(1, min(-(-(4 * B * M * V) // CHUNK_BYTES), M))
-    width = -(-M // chunks)
+    width = min(max(1, CHUNK_TOKENS // B), M)
     chunks = -(-M // width)
     pad = chunks * width - M
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))

@@ -1,0 +1,78 @@
+"""Attention in blocks against all T² scores, and the hand-written derivative of the norm against JAX's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from burnish.models.attention import block_attention, block_plan, packed_attention, plain_attention
+from burnish.models.decoder import rms_norm
+
+
+def random_rows(seed, B, T):
+    """Segments of a prompt and 1 to 3 completions of random lengths, with padding at either end."""
+    rng = np.random.default_rng(seed)
+    segments, branches = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+    for b in range(B):
+        at, segment, end = int(rng.integers(0, 10)), 0, T - int(rng.integers(0, T // 3))
+        while at < end:
+            segment += 1
+            for branch in range(rng.integers(2, 5)):
+                length = int(rng.integers(1, T // 4))
+                here = slice(at, min(at + length, end))
+                segments[b, here], branches[b, here] = segment, branch
+                at += length
+    return jnp.asarray(segments), jnp.asarray(branches)
+
+
+def inputs(seed, B, T, H=4, K=2, N=8):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q, weight = (jax.random.normal(k, (B, T, H, N)) for k in keys[:2])
+    k, v = (jax.random.normal(k, (B, T, K, N)) for k in keys[2:])
+    return q, k, v, weight
+
+
+@pytest.mark.parametrize(("B", "T", "block"), [(1, 64, 8), (2, 96, 16), (3, 48, 48)])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_give_the_same_values_and_gradients_as_all_scores(B, T, block, seed):
+    segments, branches = random_rows(seed, B, T)
+    q, k, v, weight = inputs(seed, B, T)
+    weight = weight * (segments != 0)[..., None, None]
+    real = np.asarray(segments != 0)
+
+    def value(attend):
+        def f(q, k, v):
+            out = attend(q, k, v)
+            return jnp.sum(out * weight), out
+
+        return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))
+
+    (_, expected), expected_grads = value(plain_attention(segments, branches))(q, k, v)
+    (_, got), got_grads = value(block_attention(segments, branches, block))(q, k, v)
+    np.testing.assert_allclose(np.asarray(got)[real], np.asarray(expected)[real], atol=2e-6)
+    assert np.isfinite(got).all()
+    for a, b in zip(got_grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_only_visible_blocks_are_visited():
+    """A prompt of one block and four completions of one block: 9 of 25 pairs have something to see."""
+    branches = jnp.repeat(jnp.arange(5), 16)[None]
+    plan = block_plan(jnp.ones_like(branches), branches, 16)
+    assert plan.counts.tolist() == [1, 2, 2, 2, 2]
+    assert plan.keys[3, :2].tolist() == [0, 3]
+
+
+def test_long_rows_are_computed_in_blocks_and_agree():
+    segments, branches = random_rows(0, 1, 384)
+    q, k, v, _ = inputs(0, 1, 384)
+    real = np.asarray(segments != 0)
+    got = packed_attention(segments, branches)(q, k, v)
+    expected = plain_attention(segments, branches)(q, k, v)
+    np.testing.assert_allclose(np.asarray(got)[real], np.asarray(expected)[real], atol=2e-6)
+
+
+def test_norm_has_the_derivative_of_its_formula():
+    x, scale = jax.random.normal(jax.random.key(0), (3, 5, 8)), jax.random.normal(jax.random.key(1), (8,))
+    check_grads(lambda x, s: rms_norm(x, s, 1e-5), (x, scale), order=1, modes=["rev"])
