@@ -63,7 +63,7 @@ def rematerialise(policy: RematPolicy) -> Callable[[Callable], Callable]:
         return lambda f: jax.checkpoint(f, policy=keep, prevent_cse=False)
     if policy == "full":
         return lambda f: jax.checkpoint(f, prevent_cse=False)
-    raise ValueError(f"remat_policy is {policy!r}; it must be 'full', 'minimal', 'none' or 'auto'")
+    raise ValueError(f"remat_policy is {policy!r}; it must be 'full', 'minimal' or 'none'")
 
 
 def batch_logprobs(
