@@ -81,6 +81,38 @@ def test_a_worker_that_dies_fails_its_own_item_only(tmp_path):
     assert "ended by signal 11" in results[1].detail
 
 
+def test_a_forked_child_that_returns_sends_nothing(tmp_path):
+    source = """
+        import os
+
+        def fork(completions, **kwargs):
+            pid = os.fork()
+            if pid:
+                os.waitpid(pid, 0)
+            return [float(text) for text in completions]
+    """
+    with user_pool(tmp_path, source, "fork") as pool:
+        assert [pool.run([("fork", columns(text))])[0].value for text in "1234"] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def test_an_answer_to_another_task_is_never_taken_for_this_ones(tmp_path):
+    """The function finds its worker's connection and answers twice."""
+    source = """
+        import os
+        import sys
+        from multiprocessing.connection import Connection
+
+        def twice(completions, **kwargs):
+            Connection(os.dup(int(sys.argv[1]))).send((1, "ok", [0.5]))
+            return [1.0]
+    """
+    with user_pool(tmp_path, source, "twice") as pool:
+        pool.run([("twice", columns("a"))])
+        with pytest.raises(RewardError, match="answered task 1 where task 2 was asked"):
+            pool.run([("twice", columns("a"))])
+        assert pool.pids == []
+
+
 def test_a_worker_killed_while_idle_is_replaced_without_loss():
     with WorkerPool(("check",), timeout=20.0, num_procs=1) as pool:
         pool.run([("2x", "x+x")])

@@ -187,6 +187,8 @@ def test_numpy_scores_are_numbers_too(user_options):
         ("None", "returned None (NoneType)"),
         ("1.0", "returned 1.0 (float)"),
         ("'ab'", "returned 'ab' (str)"),
+        ("{1.0, 2.0}", "returned {1.0, 2.0} (set)"),
+        ("[0.0, -1e308]", "returned -1e+308 as score 1; it has to lie between -1e+06 and 1e+06"),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_an_error_that_names_function_and_file(
@@ -233,6 +235,50 @@ def test_none_from_a_function_fails_that_item_until_there_are_too_many(user_opti
         score_all(options, "?", "?", "b")
 
 
+@pytest.mark.parametrize("change", ["pop()", "clear()", "append('x')"])
+def test_a_function_that_changes_its_lists_still_owes_one_score_per_completion(user_options, change):
+    source = f"""
+        def reward(completions, **kwargs):
+            completions.{change}
+            return [1.0] * len(completions)
+    """
+    with pytest.raises(RewardError, match=r"returned \d scores for 2 completions"):
+        score_all(user_options(source, "reward"), "a", "b")
+
+
+def test_every_function_gets_lists_of_its_own(user_options):
+    source = """
+        def first(completions, **kwargs):
+            completions.clear()
+            return [1.0, 1.0]
+
+        def second(completions, **kwargs):
+            return [float(text) for text in completions]
+    """
+    assert [score.total for score in score_all(user_options(source, "first", "second"), "3", "4")] == [4.0, 5.0]
+
+
+def test_a_name_given_twice_is_refused(user_options):
+    with pytest.raises(RewardError, match="reward_functions names 'reward' twice"):
+        user_options("def reward(**kwargs): ...", "reward", "reward")
+
+
+def test_the_traceback_of_a_users_function_begins_in_its_file(user_options):
+    with pytest.raises(RewardError) as caught:
+        score_all(user_options(RAISES, "reward"), "a")
+    assert "burnish" not in str(caught.value).partition("Traceback")[2]
+    assert "in reward" in str(caught.value)
+    with pytest.raises(RewardError, match="cannot be imported") as caught, RewardStack(user_options("1 +", "reward")):
+        pytest.fail("entered with a file that cannot be imported")
+    assert "importlib" not in str(caught.value)
+    assert "line 1" in str(caught.value)
+
+
+def test_a_function_that_exits_is_named(user_options):
+    with pytest.raises(RewardError, match=r"(?s)reward function 'reward' in .*SystemExit: 3"):
+        score_all(user_options("import sys\ndef reward(**kwargs):\n    sys.exit(3)", "reward"), "a")
+
+
 def test_a_hanging_function_is_stopped_and_named(user_options):
     source = """
         import time
@@ -269,6 +315,7 @@ def test_a_file_keeps_its_state_between_calls_and_may_import_its_neighbours(user
         ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError"),
         ("def reward(completions): ...", "keyword arguments prompts, completions, answer, question"),
         ("reward = 3", "has no function 'reward'"),
+        ("import sys\nsys.exit(0)", "my_rewards.py cannot be imported: SystemExit: 0"),
     ],
 )
 def test_a_file_that_does_not_fit_is_an_error_before_anything_is_scored(user_options, source, message):

@@ -131,7 +131,7 @@ class WorkerPool:
                 if not was_ready:
                     raise RewardError(f"a reward worker was not ready within {_START_DEADLINE:g} seconds.")
                 return TaskResult(ScoreStatus.TIMED_OUT, None, f"not done within {self._timeout:g} seconds")
-            kind, value = worker.connection.recv()
+            number, kind, value = worker.connection.recv()
         except (EOFError, OSError):
             was_ready = worker.ready
             how = self._drop(worker)
@@ -140,6 +140,13 @@ class WorkerPool:
                     f"a reward worker could not start: it {how}. Its own message is above, on stderr."
                 ) from None
             return TaskResult(ScoreStatus.FAILED, None, f"the worker process {how}")
+        if number != worker.number:
+            self._drop(worker)
+            raise RewardError(
+                f"a reward worker answered task {number} where task {worker.number} was asked: a function has sent"
+                " more than one answer, as one that forks does when its child returns too. End such a child by"
+                " os._exit."
+            )
         worker.task = None
         match kind:
             case "ready":
@@ -193,6 +200,7 @@ class _Worker:
         self.connection = Connection(parent_end.detach())
         self.ready = False
         self.task: int | None = None
+        self.number = 0  # of the message that it owes an answer to; the role is the first
         self.deadline = time.monotonic() + _START_DEADLINE
         with contextlib.suppress(OSError):  # it died at once, which shows when its reply is awaited
             self.connection.send(role)
@@ -200,9 +208,10 @@ class _Worker:
     def give(self, index: int, arguments: tuple[Any, ...], timeout: float) -> bool:
         """Hand a task over; False where the worker is not alive any more."""
         try:
-            self.connection.send(arguments)
+            self.connection.send((self.number + 1, arguments))
         except OSError:
             return False
+        self.number += 1
         self.task = index
         self.deadline = time.monotonic() + timeout
         return True

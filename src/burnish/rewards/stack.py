@@ -66,6 +66,9 @@ class RewardOptions:
                 "reward_functions_path and reward_functions go together: the file, and the names to call in"
                 f" it; given are {self.reward_functions_path!r} and {self.reward_functions!r}."
             )
+        for name in self.reward_functions or ():
+            if (self.reward_functions or ()).count(name) > 1:
+                raise RewardError(f"reward_functions names {name!r} twice; each function is one part of the reward.")
         if self.reward_functions_path:
             if not Path(self.reward_functions_path).is_file():
                 raise RewardError(
@@ -220,6 +223,8 @@ class RewardStack:
                     statuses[index] = result.status
                     failures.setdefault(index, cause)
                 continue
+            if len(result.value) != len(items):
+                raise RewardError(f"{function}: {len(result.value)} scores came back for {len(items)} completions.")
             for index, value in enumerate(result.value):
                 if value is not None:
                     parts[index][name] = value

@@ -18,6 +18,7 @@ from burnish.rewards.types import RewardError
 
 ARGUMENTS = ("prompts", "completions", "answer", "question")
 _MODULE_NAME = "burnish_user_rewards"
+_LARGEST = 1e6  # squares of such scores are still exact enough for a group's statistics
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ def load_functions(path: str, names: Sequence[str]) -> dict[str, UserFunction]:
     sys.path.insert(0, str(Path(path).resolve().parent))  # the file may import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward_functions_path={path} cannot be imported: {type(error).__name__}: {error}\n"
-            f"{traceback.format_exc()}"
+            f"{traceback_from(error, spec.origin)}"
         ) from error
     functions = {}
     for name in names:
@@ -79,11 +80,11 @@ def load_functions(path: str, names: Sequence[str]) -> dict[str, UserFunction]:
 
 def call_function(function: UserFunction, columns: dict[str, list[str]]) -> list[float | None]:
     """Scores of the batch, None where the function could not score an item. `columns` holds one list of
-    strings per argument. Raises RewardError when the function returns something that is no list of that
-    many finite numbers; what the function itself raises goes through."""
+    strings per argument, which the function may change. Raises RewardError when the function returns something
+    that is no list of that many numbers of a sane size; what the function itself raises goes through."""
+    num_items = len(columns["completions"])  # counted first: the function may empty its lists
     returned = function.call(**columns)
-    num_items = len(columns["completions"])
-    if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+    if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__len__"):
         raise RewardError(
             f"{function} returned {_show(returned)}; it has to return a list with one number (or None) per"
             " completion."
@@ -112,7 +113,21 @@ def _number(function: UserFunction, index: int, value: Any) -> float:
             f"{function} returned {number} as score {index}; it has to be finite, or None when the completion"
             " cannot be scored."
         )
+    if abs(number) > _LARGEST:
+        raise RewardError(
+            f"{function} returned {number:g} as score {index}; it has to lie between {-_LARGEST:g} and"
+            f" {_LARGEST:g}, beyond which advantages lose their meaning."
+        )
     return number
+
+
+def traceback_from(error: BaseException, file: str | None) -> str:
+    """The traceback from the first frame in `file` on: how the file was called is no concern of its author. All
+    of it where `file` is None."""
+    trace = error.__traceback__
+    while file is not None and trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _show(value: Any) -> str:

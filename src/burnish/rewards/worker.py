@@ -13,19 +13,20 @@ import os
 import resource
 import select
 import sys
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from burnish.rewards.types import RewardError
+from burnish.rewards.user import call_function, load_functions, traceback_from
 
 # What a worker is for, sent as its first message.
 CheckRole = tuple[Literal["check"]]
 UserRole = tuple[Literal["user"], str, tuple[str, ...]]  # path of the file, names of the functions
 Role = CheckRole | UserRole
 
-# Replies: ("ready" | "refused" | "ok" | "invalid" | "raised" | "out_of_memory", value or text)
+# Replies: ("ready" | "refused" | "ok" | "invalid" | "raised" | "out_of_memory", value or text). On the wire the
+# number of the message that is answered comes first: 0 for the role, then the task's.
 Reply = tuple[str, Any]
 
 
@@ -33,12 +34,19 @@ def main() -> None:
     connection_fd, lifeline_fd = (int(argument) for argument in sys.argv[1:3])
     _end_with_parent(lifeline_fd)
     connection = Connection(connection_fd)
+    pid = os.getpid()
     try:
         role: Role = connection.recv()
         reply, handle = _prepare(role)
-        connection.send(reply)
-        while handle is not None:
-            connection.send(_answer(handle, connection.recv()))
+        number = 0
+        while True:
+            if os.getpid() != pid:  # a child that a user's file has forked and let return
+                os._exit(0)
+            connection.send((number, *reply))
+            if handle is None:
+                return
+            number, arguments = connection.recv()
+            reply = _answer(handle, arguments, file=role[1] if role[0] == "user" else None)
     except (EOFError, ConnectionError):
         pass  # the parent is gone, or done with this worker
 
@@ -61,8 +69,6 @@ def _prepare(role: Role) -> tuple[Reply, Callable[..., Any] | None]:
         _limit_memory(4 << 30)
         return ("ready", None), symbolic_equal
 
-    from burnish.rewards.user import call_function, load_functions
-
     try:
         functions = load_functions(role[1], role[2])
     except RewardError as error:
@@ -78,15 +84,16 @@ def _limit_memory(num_bytes: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
 
 
-def _answer(handle: Callable[..., Any], arguments: tuple[Any, ...]) -> Reply:
+def _answer(handle: Callable[..., Any], arguments: tuple[Any, ...], file: str | None) -> Reply:
+    """What the handler makes of a task; a traceback begins in `file`, where that is given."""
     try:
         return ("ok", handle(*arguments))
     except RewardError as error:
         return ("invalid", str(error))
-    except MemoryError:
-        return ("out_of_memory", traceback.format_exc())
-    except Exception:
-        return ("raised", traceback.format_exc())
+    except MemoryError as error:
+        return ("out_of_memory", traceback_from(error, file))
+    except (Exception, SystemExit) as error:
+        return ("raised", traceback_from(error, file))
 
 
 if __name__ == "__main__":
