@@ -148,6 +148,33 @@ def test_what_is_wrong_on_a_command_line_is_said_in_one_line(arg, words):
     assert words in problem(arg)
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--hf_acces_token", "hf_SECRET"], "unknown option hf_acces_token; nearest: hf_access_token"),
+        (["hf_acces_token=hf_SECRET"], "unknown option hf_acces_token; nearest: hf_access_token"),
+        (["hf_acces_token", "hf_SECRET"], "no such recipe file; an option is written hf_access_token=…"),
+        (["hf_access_token", "hf_SECRET"], "an option is written hf_access_token=…"),
+        (["-hf_acces_token=hf_SECRET"], "-hf_acces_token: options are written key=value"),
+        (["hf_SECRET"], "hf_…: no such recipe file"),
+    ],
+)
+def test_a_token_beside_a_misspelt_option_is_not_printed(args, words):
+    said = problem(*args)
+    assert words in said
+    assert "SECRET" not in said
+
+
+def test_an_option_without_its_dashes_is_suggested():
+    assert problem("batch_size", "4") == "batch_size: no such recipe file; an option is written batch_size=…"
+
+
+def test_a_recipe_that_is_not_utf8_is_said_in_one_line(tmp_path):
+    recipe = tmp_path / "a.yaml"
+    recipe.write_bytes("run_name: caf\u00e9".encode("latin-1"))
+    assert problem(str(recipe)) == f"{recipe}: not UTF-8 text, byte 13 is 0xe9"
+
+
 def test_every_wrong_value_is_reported_at_once():
     with pytest.raises(ConfigError) as error:
         run("batch_size=0", "rl.num_generations=1", "learning_rate=x")

@@ -227,6 +227,18 @@ class DataOptions(Options):
         ):
             if value == "builtin" and files:
                 raise ValueError(f"builtin data reads no files, but {files_option} is given; give one of the two")
+        for split_option, value, split in (
+            ("train_split", self.dataset_name, self.train_split),
+            ("eval_split", evaluated, self.eval_split),
+        ):
+            if value == "builtin" and split not in ("train", "test"):
+                raise ValueError(f"{split_option}={split}: builtin data has the splits train and test")
+        if self.dataset_name == evaluated == "builtin":
+            for unread in ("question_column", "answer_column", "dataset_processor_path"):
+                if getattr(self, unread) is not None:
+                    raise ValueError(
+                        f"{unread}={getattr(self, unread)}: builtin data has no rows to read; leave it out"
+                    )
         own_split = evaluated == self.dataset_name
         if evaluated in ("json", "parquet") and not (self.hf_eval_files or (own_split and self.hf_train_files)):
             if own_split:
@@ -528,6 +540,8 @@ class RewardStackOptions(Options):
         for name in self.reward_functions or ():
             if not name.isidentifier():
                 raise ValueError(f"reward_functions: {name!r} is not the name of a Python function")
+            if self.reward_functions and self.reward_functions.count(name) > 1:
+                raise ValueError(f"reward_functions: {name!r} is given twice; give each function once")
         weights = (
             self.reward_exact_answer,
             self.reward_white_space_format_match,

@@ -8,7 +8,7 @@ Later values win, a command line over its recipes; an unknown key is an error th
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import yaml
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from burnish.config.errors import ConfigError
 from burnish.config.fields import OptionInfo, allows_none, container_opening, is_bool, options_of, value_words
 from burnish.config.schema import COMMANDS, CommandConfig
+from burnish.text import decode
 
 Config = TypeVar("Config", bound=CommandConfig)
 
@@ -33,7 +34,7 @@ def load_config(cls: type[Config], args: Sequence[str]) -> Config:
     """
     infos = {info.name: info for info in options_of(cls)}
     given: dict[str, Any] = {}
-    for name, value in _assignments(args, infos):
+    for name, value in _assignments(args, cls, infos):
         if name not in infos:
             raise ConfigError(_unknown(name, cls, infos))
         given[name] = _converted(infos[name], value)
@@ -46,7 +47,9 @@ def load_config(cls: type[Config], args: Sequence[str]) -> Config:
         raise ConfigError("\n".join(_problems(error, infos, given))) from None
 
 
-def _assignments(args: Sequence[str], infos: Mapping[str, OptionInfo]) -> Iterator[tuple[str, Any]]:
+def _assignments(
+    args: Sequence[str], cls: type[CommandConfig], infos: Mapping[str, OptionInfo]
+) -> Iterator[tuple[str, Any]]:
     """(dotted name, value as text, list or mapping) in order; recipes come before everything else."""
     pending: list[tuple[str, Any]] = []
     rest = list(args)
@@ -59,16 +62,17 @@ def _assignments(args: Sequence[str], infos: Mapping[str, OptionInfo]) -> Iterat
             if name in infos and is_bool(infos[name].field):
                 typed = bool(rest) and rest[0].lower() in _TRUTH_VALUES
                 pending.append((name, rest.pop(0) if typed else "true"))
-            elif name not in infos:
-                pending.append((name, ""))
+            elif name not in infos:  # what follows may be its value, a secret even: it is not looked at
+                raise ConfigError(_unknown(name, cls, infos))
             elif not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value: {infos[name].type_words}")
             else:
                 pending.append((name, rest.pop(0)))
         elif token.startswith("-"):
-            raise ConfigError(f"{token}: options are written key=value, --key=value or --key value")
+            typed_name = token.partition("=")[0]
+            raise ConfigError(f"{typed_name}: options are written key=value, --key=value or --key value")
         else:
-            yield from _flat(_read_recipe(token), "")
+            yield from _flat(_read_recipe(token, infos), "")
     yield from pending
 
 
@@ -83,20 +87,25 @@ class _TextLoader(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_recipe(path: str) -> dict[str, Any]:
+def _read_recipe(path: str, names: Iterable[str]) -> dict[str, Any]:
+    """A recipe's content. `names` are the options that may have been meant where there is no such file."""
     try:
         if "://" in path:
             from etils import epath
 
-            text = epath.Path(path).read_text()
+            data = epath.Path(path).read_bytes()
         else:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
+            with open(path, "rb") as file:
+                data = file.read()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe file; options are written key=value") from None
+        near = difflib.get_close_matches(path.replace("-", "_"), names, n=1, cutoff=0.7)
+        if near:
+            raise ConfigError(f"{path}: no such recipe file; an option is written {near[0]}=…") from None
+        shown = "hf_…" if path.startswith("hf_") else path  # a token that has lost its option
+        raise ConfigError(f"{shown}: no such recipe file; options are written key=value") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    recipe = _parse_yaml(path, text)
+    recipe = _parse_yaml(path, decode(data, path, ConfigError))
     if recipe in (None, ""):
         return {}
     if not isinstance(recipe, dict):

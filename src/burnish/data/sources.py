@@ -112,7 +112,7 @@ def _load(options: DataOptions, side: Side, tags: Tags | None) -> Sequence[Examp
     if side == "eval" and options.eval_dataset_name:
         name = options.eval_dataset_name
     if name == "builtin":
-        return _builtin(options, "train" if side == "train" else "test", tags)
+        return _builtin(options, options.train_split if side == "train" else options.eval_split, tags)
     rows, place = _rows(options, name, side)
     convert = _converter(options, name, rows, place, tags)
     layout = _layout(options, name)
@@ -123,7 +123,10 @@ def _load(options: DataOptions, side: Side, tags: Tags | None) -> Sequence[Examp
     return list(examples) if isinstance(rows, list) else examples
 
 
-def _builtin(options: DataOptions, split: arithmetic.Split, tags: Tags | None) -> Sequence[Example]:
+def _builtin(options: DataOptions, split: str, tags: Tags | None) -> Sequence[Example]:
+    if split not in BUILTIN_SIZES:
+        raise DataError(f"train_split or eval_split={split}: builtin data has the splits train and test")
+    part: arithmetic.Split = "train" if split == "train" else "test"
     if options.hf_subset not in (None, "main", "careless"):
         raise DataError(
             f"hf_subset={options.hf_subset}: dataset_name=builtin has the subsets main and careless "
@@ -133,8 +136,8 @@ def _builtin(options: DataOptions, split: arithmetic.Split, tags: Tags | None) -
     if tags is None:
         if careless:
             raise DataError("hf_subset=careless has demonstrations only (sft); for questions give hf_subset=main")
-        return arithmetic.generate(split, BUILTIN_SIZES[split], seed=0)
-    return arithmetic.demonstrations(split, BUILTIN_SIZES[split], seed=0, careless=careless, tags=tags)
+        return arithmetic.generate(part, BUILTIN_SIZES[part], seed=0)
+    return arithmetic.demonstrations(part, BUILTIN_SIZES[part], seed=0, careless=careless, tags=tags)
 
 
 # Rows
