@@ -3,9 +3,9 @@
 import pytest
 
 from burnish.config.errors import ConfigError
-from burnish.errors import BurnishError
 from burnish.config.overrides import load_config
 from burnish.config.schema import EvalConfig, ExportConfig, GenerateConfig, RunConfig
+from burnish.errors import BurnishError
 
 
 @pytest.fixture(autouse=True)

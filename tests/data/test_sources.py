@@ -1,6 +1,7 @@
 """Rows into examples: each data set's columns, files instead of the hub, the 95/5 split, errors that name
 things."""
 
+import gzip
 import json
 import os
 import sys
@@ -140,6 +141,31 @@ def test_files_of_another_kind_are_errors(tmp_path):
         load_examples(files(str(broken)), "train")
 
 
+def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "q", "answer": "1"}\n\n{"question": }\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken\.jsonl, line 3, column 14: not JSON"):
+        load_examples(files(str(broken)), "train")
+
+
+@pytest.mark.parametrize(
+    ("data", "byte"), [('{"question": "caf\u00e9"}'.encode("latin-1"), 17), (gzip.compress(b"{}"), 1)]
+)
+def test_a_file_that_is_not_utf8_is_an_error_that_says_where(tmp_path, data, byte):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"rows\.jsonl: not UTF-8 text, byte {byte} is 0x"):
+        load_examples(files(str(path)), "train")
+
+
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_half_a_character_is_an_error_that_names_the_row(tmp_path, column):
+    path = jsonl(tmp_path / "rows.jsonl", [*numbered(1), {**numbered(1)[0], column: "1 \ud800"}])
+    with pytest.raises(DataError, match=r"row 1: character 2 is the lone surrogate U\+D800") as error:
+        load_examples(files(path, path), "train")
+    str(error.value).encode("utf-8")
+
+
 def test_a_pattern_names_several_files(tmp_path):
     for i in range(3):
         jsonl(tmp_path / f"part-{i}.jsonl", [numbered(3)[i]])
@@ -198,6 +224,9 @@ def test_process_data_makes_question_answer_and_prompt(tmp_path):
     ("code", "message"),
     [
         ("x = 1", "defines no function process_data"),
+        ("import sys\nsys.exit(3)", "mine.py: SystemExit: 3"),
+        ("import sys\ndef process_data(row): sys.exit(3)", "raised SystemExit: 3"),
+        ("def process_data(row): return {'question': chr(0xd800), 'answer': '1'}", "lone surrogate"),
         ("raise RuntimeError('at import')", "RuntimeError: at import"),
         ("def process_data(row):\n    return row['nope']", "row 0 of .* raised KeyError"),
         ("def process_data(row):\n    return {'question': 'q'}", "is to return a dict"),

@@ -30,7 +30,7 @@ def test_a_path_whose_file_is_absent_is_the_builtin_of_that_name():
 
 
 def test_an_existing_file_comes_before_the_builtin_of_that_name(tmp_path):
-    path = write(tmp_path / "gsm8k_rl.json", template="mine: {question}")
+    path = write(tmp_path / "gsm8k_rl.json", system="", template="mine: {question}")
     assert PromptTemplate.load(path).render("q") == "mine: q"
 
 
@@ -57,11 +57,21 @@ def test_an_unknown_template_is_an_error_that_lists_the_builtin_ones():
             '{"SYSTEM_PROMPT": "", "TEMPLATE": "<start_of_turn>user\\n{question}"}',
             "turn marker <start_of_turn>",
         ),
+        (
+            '{"SYSTEM_PROMPT": "s", "TEMPLATE": "{sytem_prompt} {question}"}',
+            "TEMPLATE has {sytem_prompt}, which nothing fills; {system_prompt} is near",
+        ),
+        (
+            '{"SYSTEM_PROMPT": "{Reasoning_start_token}", "TEMPLATE": "{system_prompt}{question}"}',
+            "{reasoning_start_token} is near",
+        ),
+        ('{"SYSTEM_PROMPT": "s", "TEMPLATE": "{question}"}', "TEMPLATE has no {system_prompt}"),
+        ('{"SYSTEM_PROMPT": "s\xff', "not UTF-8 text, byte 20 is 0xff"),
     ],
 )
 def test_what_is_wrong_with_a_template_is_said(tmp_path, content, message):
     path = tmp_path / "t.json"
-    path.write_text(content, encoding="utf-8")
+    path.write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError) as error:
         PromptTemplate.load(str(path))
     assert message in str(error.value)

@@ -24,6 +24,7 @@ from burnish.data import arithmetic
 from burnish.data.arithmetic import TAGS, Tags
 from burnish.data.errors import DataError
 from burnish.data.types import Example
+from burnish.text import check_no_surrogates, decode, json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -215,14 +216,14 @@ def _read_parquet(file: str) -> list[Row]:
 
 def _read_json(file: str) -> list[Row]:
     """JSON lines, or one JSON array of objects."""
-    text = epath.Path(file).read_text(encoding="utf-8")
-    try:
-        if text.lstrip().startswith("["):
+    text = decode(epath.Path(file).read_bytes(), file, DataError)
+    if text.lstrip().startswith("["):
+        try:
             rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}: neither JSON lines nor a JSON array ({error})") from None
+        except ValueError as error:
+            raise DataError(f"{file}: neither JSON lines nor a JSON array ({error})") from None
+    else:
+        rows = json_lines(text, file, DataError)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{file}: row {i} is not an object with columns: {str(row)[:80]}")
@@ -322,8 +323,10 @@ def _converter(
         try:
             question, answer = _plain(row[layout.question]), reduce(row[layout.answer])
             if tags is not None and solution is not None:
-                return Example(question, _tagged(_working(_plain(row[solution])), answer, tags))
-            return Example(question, _plain(row[layout.answer]) if tags is not None else answer)
+                answer = _tagged(_working(_plain(row[solution])), answer, tags)
+            elif tags is not None:
+                answer = _plain(row[layout.answer])
+            return _encodable(Example(question, answer))
         except (KeyError, ValueError, TypeError) as error:
             raise DataError(f"{place}, row {index}: {error}; the row is {_short(row)}") from None
 
@@ -340,7 +343,7 @@ def _processor(path: str, place: str) -> Callable[[int, Row], Example]:
         where = f"dataset_processor_path={path}: process_data on row {index} of {place}"
         try:
             made = process_data(dict(row))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where} raised {type(error).__name__}: {error}; the row is {_short(row)}") from error
         if not isinstance(made, dict) or not {"question", "answer"} <= made.keys() <= {*_MADE}:
             raise DataError(
@@ -348,7 +351,11 @@ def _processor(path: str, place: str) -> Callable[[int, Row], Example]:
                 f"prompt; it returned {_short(made)}"
             )
         prompt = made.get("prompt")
-        return Example(str(made["question"]), str(made["answer"]), None if prompt is None else str(prompt))
+        example = Example(str(made["question"]), str(made["answer"]), None if prompt is None else str(prompt))
+        try:
+            return _encodable(example)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}; the row is {_short(row)}") from None
 
     return convert
 
@@ -364,7 +371,7 @@ def _import_file(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"dataset_processor_path={path}: {type(error).__name__}: {error}") from error
     return module
 
@@ -374,6 +381,13 @@ def _plain(value: Any) -> str:
     if value is None or not str(value).strip():
         raise ValueError("empty question or answer")
     return str(value).strip()
+
+
+def _encodable(example: Example) -> Example:
+    """The example itself. Raises ValueError where a text of it cannot be written as UTF-8."""
+    for text in (example.question, example.answer, example.prompt):
+        check_no_surrogates(text or "")
+    return example
 
 
 def _working(solution: str) -> str:
@@ -386,5 +400,5 @@ def _tagged(working: str, answer: str, tags: Tags) -> str:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= 200 else text[:200] + "…"

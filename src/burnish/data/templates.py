@@ -5,6 +5,7 @@ the turn markers are the business of the tokenizer's chat template. Only the pla
 PLACEHOLDERS are filled, in one pass, so that braces in questions and in LaTeX stay as they are.
 """
 
+import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from burnish.data.errors import DataError
+from burnish.text import decode
 
 PLACEHOLDERS = (
     "system_prompt",
@@ -22,6 +24,7 @@ PLACEHOLDERS = (
     "solution_end_token",
 )
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_IN_BRACES = re.compile(r"\{([A-Za-z][\w -]*)\}")
 _TURN_MARKERS = ("<start_of_turn>", "<|turn>", "<|im_start|>", "<|start_header_id|>", "[INST]", "<|user|>")
 
 
@@ -61,6 +64,19 @@ class PromptTemplate:
                 )
         if "{question}" not in content["TEMPLATE"]:
             raise DataError(f"data_template_path={path_or_name}: TEMPLATE has no {{question}}: {content['TEMPLATE']!r}")
+        for key in ("SYSTEM_PROMPT", "TEMPLATE"):
+            for name in _IN_BRACES.findall(content[key]):
+                near = difflib.get_close_matches(name.lower(), PLACEHOLDERS, n=1, cutoff=0.75)
+                if near and name not in PLACEHOLDERS:
+                    raise DataError(
+                        f"data_template_path={path_or_name}: {key} has {{{name}}}, which nothing fills; "
+                        f"{{{near[0]}}} is near"
+                    )
+        if content["SYSTEM_PROMPT"].strip() and "{system_prompt}" not in content["TEMPLATE"]:
+            raise DataError(
+                f"data_template_path={path_or_name}: SYSTEM_PROMPT is given, but TEMPLATE has no {{system_prompt}}, "
+                "so that no prompt would have it; add it to TEMPLATE or empty SYSTEM_PROMPT"
+            )
         for marker in _TURN_MARKERS:
             if marker in content["TEMPLATE"] or marker in content["SYSTEM_PROMPT"]:
                 raise DataError(
@@ -94,7 +110,7 @@ def _builtin_directory() -> resources.abc.Traversable:
 def _read(path_or_name: str) -> str:
     path = Path(path_or_name).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return decode(path.read_bytes(), f"data_template_path={path_or_name}", DataError)
     if path.name in builtin_names():
         return (_builtin_directory() / path.name).read_text(encoding="utf-8")
     raise DataError(
