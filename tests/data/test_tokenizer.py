@@ -118,6 +118,58 @@ def test_an_absent_chat_template_file_is_an_error(make, tmp_path):
         load_tokenizer(make(CHATML), chat_template_path=tmp_path / "absent.jinja")
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (b"What is 1 + 1?", "leaves out what the user says; a rendered chat is 'What is 1 \\+ 1\\?'"),
+        (b"{% for m in messages %}", "fails: TemplateSyntaxError: Unexpected end of template"),
+        (b"{{ raise_exception('no users here') }}", "fails: TemplateError: no users here"),
+        (b"{{ 1 + messages }}", "fails: TypeError"),
+    ],
+)
+def test_a_chat_template_that_fails_or_leaves_out_the_question_is_an_error_that_names_it(make, tmp_path, source, said):
+    file = tmp_path / "mine.jinja"
+    file.write_bytes(source)
+    with pytest.raises(DataError, match=rf"chat_template_path=.*mine\.jinja: {said}"):
+        load_tokenizer(make(CHATML), chat_template_path=file).render_prompt("hello")
+    with pytest.raises(DataError, match=rf"the chat template of .*: {said}"):
+        load_tokenizer(make(source.decode())).render_prompt("hello")
+
+
+def test_a_chat_template_that_is_not_utf8_is_an_error(make, tmp_path):
+    (tmp_path / "mine.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"mine\.jinja: not UTF-8 text, byte 0 is 0xff"):
+        load_tokenizer(make(CHATML), chat_template_path=tmp_path / "mine.jinja")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", r"expected a JSON object, it holds \[1\]"),
+        ('{"eos_token_id": "x"}', "eos_token_id='x' is refused; expected a token id from 0 to 11"),
+        ('{"eos_token_id": [2, 12]}', r"eos_token_id=\[2, 12\] is refused"),
+        ('{"eos_token_id": true}', "eos_token_id=True is refused"),
+        ('{"eos_token_id": -1}', "eos_token_id=-1 is refused"),
+    ],
+)
+def test_generation_settings_that_name_no_token_are_errors(make, tmp_path, text, said):
+    make(CHATML)
+    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=rf"generation_config\.json: {said}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_config_whose_end_token_is_no_number_is_an_error(make):
+    with pytest.raises(DataError, match="eos_token_id"):
+        load_tokenizer(make(CHATML, config={"model_type": "llama", "eos_token_id": "x"}))
+
+
+def test_a_models_vocabulary_may_be_larger_than_the_tokenizers(make):
+    config = {"model_type": "llama", "vocab_size": 64, "eos_token_id": 63}
+    assert 63 in load_tokenizer(make(CHATML, config=config)).stop_token_ids
+
+
 def test_a_directory_without_a_tokenizer_is_an_error(tmp_path):
     with pytest.raises(DataError, match="tokenizer_path="):
         load_tokenizer(tmp_path)
