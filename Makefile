@@ -8,13 +8,13 @@ READY := $(VENV)/.ready
 
 setup: $(READY)
 
-# A dot per package keeps the several minutes of a first installation from looking dead.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "burnish needs Python 3.11 to 3.13, this is %d.%d; try: make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV) (about 1 GB, a few minutes the first time) ..."
+	@echo "Installing into $(VENV) (1.5 GB, a few minutes the first time) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
+	@echo "Ready. '. $(BIN)/activate' puts burnish on your path."
 
 demo: $(READY)
 	$(BIN)/burnish demo

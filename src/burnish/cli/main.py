@@ -125,6 +125,9 @@ class Job:
         config = load_config(CONFIGS[self.command.name], self.args)
         # transformers advises to install torch, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        # Compiled programs are kept: a second start, and above all a resumed run, does not compile again.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/burnish/jax"))
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         module, _, function = self.command.function.partition(":")
         getattr(importlib.import_module(module), function)(config)
 

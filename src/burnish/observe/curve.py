@@ -64,7 +64,7 @@ def plot_rewards(
     accuracy.set_xlabel("training step")
     accuracy.set_xlim(steps[0] - 2.2 * margin, steps[-1] + 2.2 * margin)
     accuracy.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    accuracy.legend(loc="lower right", framealpha=0.85, edgecolor="none", fontsize=9)
+    accuracy.legend(loc="best", framealpha=0.85, edgecolor="none", fontsize=9)
     for axes in (reward, accuracy):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -90,9 +90,7 @@ def _draw(axes: Axes, steps: np.ndarray, values: np.ndarray, window: int, color:
     axes.plot(steps, values, color=color, linewidth=2.2, label=label, marker="o" if len(steps) == 1 else None)
 
 
-def _mark_evaluations(
-    axes: Axes, steps: np.ndarray, margin: float, before: float | None, after: float | None
-) -> None:
+def _mark_evaluations(axes: Axes, steps: np.ndarray, margin: float, before: float | None, after: float | None) -> None:
     label = "right answer in evaluation"
     for x, value in ((steps[0] - margin, before), (steps[-1] + margin, after)):
         if value is None:

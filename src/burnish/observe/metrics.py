@@ -48,7 +48,7 @@ METRICS: dict[str, Metric] = {
     ),
     "kl": Metric(
         "nats/token",
-        "Estimated divergence from the reference weights (k3 estimator); 0 where rl.grpo_beta is 0.",
+        "Estimated divergence from the reference weights (k3 estimator); absent where rl.grpo_beta is 0.",
     ),
     "logprob_difference/mean": Metric(
         "nats",
@@ -88,7 +88,10 @@ METRICS: dict[str, Metric] = {
     "seconds/step": Metric("s", "Time of the whole step."),
     "tokens_per_second/sampling": Metric("tokens/s", "Sampled tokens per second of sampling."),
     "tokens_per_second/update": Metric("tokens/s", "Trained tokens, prompts included, per second of update."),
-    "compilations": Metric("count", "Compilations since the start. It must not grow after the first steps."),
+    "compilations": Metric(
+        "count",
+        "Compilations since the start. It grows when a batch needs a length of rows that was not seen yet, and levels off.",
+    ),
 }
 
 

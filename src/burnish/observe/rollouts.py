@@ -80,10 +80,7 @@ def write_rollouts(directory: epath.PathLike, step: int, rows: Sequence[RolloutR
             raise ValueError(
                 f"prompt {row.prompt_index}: ids, logprobs and weight versions differ in length: {lengths}"
             )
-    columns = {
-        field.name: pa.array([_plain(getattr(row, field.name)) for row in rows], field.type)
-        for field in SCHEMA
-    }
+    columns = {field.name: pa.array([_plain(getattr(row, field.name)) for row in rows], field.type) for field in SCHEMA}
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns, schema=SCHEMA), buffer, compression="zstd")
     path = rollouts_path(directory, step)

@@ -142,9 +142,7 @@ class StepPrinter:
     def _show(self, what: str, done: int, total: int | None, detail: str) -> None:
         if self._progress is not None:
             eta = f"   run done in {self._eta}" if self._eta else ""
-            self._progress.update(
-                self._task, description=what, completed=done, total=total, detail=detail + eta
-            )
+            self._progress.update(self._task, description=what, completed=done, total=total, detail=detail + eta)
 
 
 def _fitting(columns: list[Column], room: int | None) -> tuple[Column, ...]:

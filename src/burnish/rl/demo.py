@@ -28,5 +28,5 @@ def demo(cfg: DemoConfig) -> dict[str, Any]:
         ],
     )
     exported = to_huggingface(export)
-    print_final(outcome.figures, outcome.summary["seconds"], outcome.places | {"model": epath.Path(exported)})
+    print_final(outcome.figures, outcome.summary["seconds"], {"model": epath.Path(exported)} | outcome.places)
     return outcome.summary

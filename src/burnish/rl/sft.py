@@ -102,7 +102,7 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
         write_summary(run.directory.summary, summary)
         places = {"metrics": run.directory.metrics, "summary": run.directory.summary}
         if cfg.enable_checkpointing:
-            places = {"model": run.directory.checkpoints / str(cfg.num_batches) / "model_params", **places}
+            places = {"weights": run.directory.checkpoints / str(cfg.num_batches) / "model_params", **places}
     print_final([], summary["seconds"], places)
     return summary
 

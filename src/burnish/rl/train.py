@@ -77,6 +77,11 @@ def train(cfg: RunConfig) -> dict[str, Any]:
     """Run the whole training, print what it came to and return its summary. Raises BurnishError."""
     outcome = run_training(cfg)
     print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
+    if "weights" in outcome.places:
+        print(
+            f"To export: burnish to-huggingface load_parameters_path={outcome.places['weights']} "
+            "base_output_directory=<new directory>"
+        )
     return outcome.summary
 
 
@@ -93,9 +98,8 @@ def run_training(cfg: RunConfig) -> Outcome:
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
         for line in _opening(cfg, model, pipeline, arithmetic):
             run.printer.note(line)
-        if eval_prompts:
-            for line in probe(stack, eval_prompts[:PROBE_PROMPTS]).lines():
-                run.printer.note(line)
+        for line in probe(stack, _probe_prompts(pipeline, eval_prompts)).lines():
+            run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg))
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
@@ -121,9 +125,19 @@ def run_training(cfg: RunConfig) -> Outcome:
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
 
+def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> list[Prompt]:
+    """A few prompts to try the rewards on; the pipeline is left where it was."""
+    if eval_prompts:
+        return list(eval_prompts[:PROBE_PROMPTS])
+    position = pipeline.state()
+    prompts = next(pipeline)[:PROBE_PROMPTS]
+    pipeline.restore(position)
+    return prompts
+
+
 def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
     """What is said before anything expensive starts."""
-    corners = ", ".join(f"{lr:.3g} after {n}" for n, lr in setup.schedule(cfg).corner_points())
+    corners = ", ".join(f"{lr:.3g} at update {n + 1}" for n, lr in setup.schedule(cfg).corner_points()[:-1])
     dropped = (
         f"; {pipeline.num_dropped} longer than max_prefill_predict_length left out" if pipeline.num_dropped else ""
     )
@@ -131,7 +145,7 @@ def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arith
         model.describe(),
         *arithmetic.splitlines(),
         f"Prompts: {pipeline.num_prompts:,} read{dropped}",
-        f"Learning rate: {corners} updates",
+        f"Learning rate: {corners}, towards 0 at update {setup.schedule(cfg).total_steps + 1}",
         *notes(cfg),
     ]
 
@@ -293,9 +307,10 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         "weights_changed": metrics["changed_fraction"],
         "learning_rate": metrics["learning_rate"],
         "nonfinite_updates": int(state.skipped) - skipped,
-        "kl": metrics.get("kl", 0.0),
         "clip_fraction": metrics.get("clip_fraction", 0.0),
     }
+    if "kl" in metrics:
+        result["kl"] = metrics["kl"]
     if packed.micro_batches:
         result |= {
             "entropy": first["entropy"],
@@ -423,7 +438,9 @@ def _finish(run: Run, before: EvalStats | None, after: EvalStats | None, seconds
     write_summary(directory.summary, summary)
     places = {
         **(
-            {"model": directory.checkpoints / str(cfg.num_batches) / "model_params"} if cfg.enable_checkpointing else {}
+            {"weights": directory.checkpoints / str(cfg.num_batches) / "model_params"}
+            if cfg.enable_checkpointing
+            else {}
         ),
         "metrics": directory.metrics,
         "rollouts": directory.rollouts,
