@@ -109,6 +109,30 @@ def test_prompts_that_cannot_be_completed_are_refused(run, options, said):
         run(*options)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.txt", b"caf\xe9", "not UTF-8 text, byte 3 is 0xe9"),
+        ("p.jsonl", b'{"question": "q"}\n\n{"question": \n', "line 3, column 14: not JSON"),
+        ("p.jsonl", b'{"question": 7}', "row 0: expected a JSON object whose field question is a text"),
+        ("p.jsonl", b"[]", "row 0: expected a JSON object whose field question is a text"),
+        ("p.jsonl", b'{"question": "\\ud800"}', r"row 0: character 0 is the lone surrogate U\+D800"),
+    ],
+)
+def test_a_prompts_file_that_cannot_be_read_is_an_error_that_says_where(run, tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BurnishError, match=said):
+        run(f"prompts_file={tmp_path / name}")
+
+
+def test_an_output_file_that_cannot_be_written_is_found_before_the_model_is_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place, said in (("file/x.jsonl", "its directory cannot be made"), ("", "is a directory")):
+        options = ["load_parameters_path=/nowhere", "prompt=q", f"output_file={tmp_path / place}"]
+        with pytest.raises(BurnishError, match=f"output_file=.*{said}"):
+            generate(load_config(GenerateConfig, options))
+
+
 def test_a_chat_goes_on_in_context_until_an_empty_line(checkpoint, completed):
     """Greedy, and a stop string that occurs early, so that two exchanges fit; the others push out the oldest ones."""
     tokenizer, greedy = load_tokenizer(checkpoint), "decode_sampling_temperature=0"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from burnish.config.schema import ChatConfig, GenerateConfig
 from burnish.data.tokenizer import RenderedPrompt, Tokenizer
 from burnish.data.types import Prompt
 from burnish.errors import BurnishError
-from burnish.observe.files import write_whole
+from burnish.observe.files import is_local, write_whole
 from burnish.observe.terminal import StepPrinter
 from burnish.rl import setup
 from burnish.rl.loading import ModelSource, compute_dtype, open_model
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group
+from burnish.text import check_no_surrogates, decode, json_lines
 
 MAX_SLOTS = 32
 """Completions decoded at the same time, unless max_num_seqs says otherwise."""
@@ -28,6 +30,8 @@ MAX_SLOTS = 32
 def generate(cfg: GenerateConfig) -> None:
     """Complete the prompts of the options. Raises BurnishError."""
     questions = _questions(cfg)
+    if cfg.output_file is not None:
+        _check_writable(cfg.output_file)
     model = open_model(cfg)
     prompts = [_prompt(i, q, _render(cfg, model.tokenizer, q), cfg) for i, q in enumerate(questions)]
     total = len(prompts) * cfg.num_completions
@@ -85,23 +89,54 @@ def chat(cfg: ChatConfig) -> None:
 
 def _questions(cfg: GenerateConfig) -> list[str]:
     if cfg.prompt is not None:
+        _check_text("prompt", cfg.prompt)
         return [cfg.prompt]
     if cfg.prompts_file is None:
         raise BurnishError('generate needs prompt="…" or prompts_file=<file>', exit_code=2)
     path = Path(cfg.prompts_file).expanduser()
     if not path.is_file():
         raise BurnishError(f"prompts_file={cfg.prompts_file}: there is no such file")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    source = f"prompts_file={cfg.prompts_file}"
+    text = decode(path.read_bytes(), source, BurnishError)
     if path.suffix == ".jsonl":
-        try:
-            lines = [json.loads(line)["question"] for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BurnishError(
-                f"prompts_file={cfg.prompts_file}: each line must be a JSON object with the field question ({error})"
-            ) from None
+        lines = [_question(row, i, source) for i, row in enumerate(json_lines(text, source, BurnishError))]
+    else:
+        lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise BurnishError(f"prompts_file={cfg.prompts_file} has no prompts")
     return lines
+
+
+def _question(row: Any, index: int, source: str) -> str:
+    question = row.get("question") if isinstance(row, dict) else None
+    if not isinstance(question, str) or not question.strip():
+        raise BurnishError(
+            f"{source}, row {index}: expected a JSON object whose field question is a text, it is {str(row)[:80]!a}"
+        )
+    _check_text(f"{source}, row {index}", question)
+    return question
+
+
+def _check_text(source: str, text: str) -> None:
+    try:
+        check_no_surrogates(text)
+    except ValueError as error:
+        raise BurnishError(f"{source}: {error}") from None
+
+
+def _check_writable(output_file: str) -> None:
+    """Before the model is read: an absent directory is made, as the write in the end would."""
+    if not is_local(output_file):
+        return
+    path = Path(output_file)
+    if path.is_dir():
+        raise BurnishError(f"output_file={output_file} is a directory; give the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BurnishError(f"output_file={output_file}: its directory cannot be made ({error.strerror})") from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise BurnishError(f"output_file={output_file}: its directory cannot be written to")
 
 
 def _render(cfg: GenerateConfig, tokenizer: Tokenizer, question: str) -> RenderedPrompt:
