@@ -1,5 +1,7 @@
 """The `burnish` program from outside: what it prints, how it exits, what it imports."""
 
+import errno
+import os
 import subprocess
 import sys
 import types
@@ -114,6 +116,69 @@ def test_wrong_options_exit_with_two_and_no_traceback(capsys, calls):
     ]
     assert printed.out == ""
     assert calls == []
+
+
+def program(args: list[str], **options) -> subprocess.CompletedProcess:
+    """The program in the C locale with Python's own repairs of it turned off."""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment.pop("PYTHONIOENCODING", None)
+    command = [sys.executable, "-m", "burnish.cli.main", *args]
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=60, **options)
+
+
+def test_help_is_printed_also_where_the_terminal_knows_ascii_only():
+    done = program(["train-rl", "--help"], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"rl.num_generations" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [["--help"], ["train-rl", "--help"], ["--version"]])
+def test_a_full_device_ends_with_one_line(args, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full:
+        done = program(args, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output cannot be written to: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_without_a_word(unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    read, write = os.pipe()
+    os.close(read)
+    done = program(["train-rl", "--help"], stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), BrokenPipeError(errno.EPIPE, "closed")])
+def test_a_full_disk_elsewhere_keeps_its_traceback(monkeypatch, error):
+    raising(monkeypatch, error)
+    with pytest.raises(OSError, match=r"full|closed"):
+        main(["train-rl", "load_parameters_path=m"])
+
+
+def test_arguments_that_the_locale_cannot_read_are_utf8(monkeypatch, calls):
+    def escaped(text: str) -> str:
+        return text.encode("utf-8").decode("ascii", "surrogateescape")
+
+    monkeypatch.setattr(os, "fsencode", lambda text: text.encode("ascii", "surrogateescape"))
+    prompt = "prompt=Wie hei\u00df?"
+    monkeypatch.setattr(sys, "argv", ["burnish", "generate", "load_parameters_path=m", escaped(prompt)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    assert calls[0][1].prompt == "Wie hei\u00df?"
+
+
+def test_an_argument_that_is_not_utf8_exits_with_two(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["burnish", "generate", "prompt=\udcff"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: argument 2 is not UTF-8 text, byte 7\n"
 
 
 def test_an_unknown_command_exits_with_two(capsys):

@@ -5,7 +5,10 @@ only the program's name changed. Errors that are the user's to fix end with one 
 anything else shows its traceback.
 """
 
+import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -184,7 +187,53 @@ for _command in COMMANDS:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the program and exits: 0 done, 2 wrong options, 130 interrupted, or the error's own code."""
+    """Runs the program and exits: 0 done, 1 when standard output cannot be written to, 2 wrong options, 130
+    interrupted, or the error's own code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding shows what it can
+    try:
+        try:
+            _run(_arguments() if argv is None else argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or not _output_fails():
+            raise
+        if error.errno != errno.EPIPE:  # who closes a pipe (head) has read enough
+            with contextlib.suppress(OSError):
+                print(f"error: standard output cannot be written to: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _arguments() -> list[str]:
+    """The command line's arguments. Bytes that the locale's encoding does not know are read as UTF-8."""
+    arguments = []
+    for number, argument in enumerate(sys.argv[1:], start=1):
+        try:
+            argument.encode("utf-8")
+        except UnicodeEncodeError:
+            try:
+                argument = os.fsencode(argument).decode("utf-8")
+            except UnicodeDecodeError as error:
+                print(f"error: argument {number} is not UTF-8 text, byte {error.start}", file=sys.stderr)
+                sys.exit(2)
+        arguments.append(argument)
+    return arguments
+
+
+def _output_fails() -> bool:
+    """Whether it was standard output that could not be written to: then it cannot take another line either. What is
+    still to be written is thrown away, or else Python would fail on it once more at its exit."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(argv: Sequence[str]) -> NoReturn:
     jobs: list[Job] = []
     try:
         app(args=argv, obj=jobs)
