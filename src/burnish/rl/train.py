@@ -295,6 +295,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         "nonfinite_updates": int(state.skipped) - skipped,
         "kl": metrics.get("kl", 0.0),
         "clip_fraction": metrics.get("clip_fraction", 0.0),
+        **{name: value for name, value in metrics.items() if name.startswith("experts/")},
     }
     if packed.micro_batches:
         result |= {
