@@ -131,12 +131,16 @@ def probe_logits(spec: ModelSpec, array_of: Callable[[TensorMapping], Any]) -> n
         }
 
     def of_layer(i: int) -> Params:
-        arrays = {name: np.empty(info.shape, np.float32) for name, info in layer_infos(spec.at(i)).items()}
-        stacked = layer_place(spec, i).index is not None
+        arrays: Params = {}
+        infos, stacked = layer_infos(spec.at(i)), layer_place(spec, i).index is not None
         for m in mappings:
-            if m.layer == i:
-                part = m.index[1:] if stacked else m.index
-                arrays[m.path[-1]][part or ...] = array_of(m)
+            if m.layer != i:
+                continue
+            key, part = m.path[-1], m.index[1:] if stacked else m.index
+            if part:  # one of several tensors of an array: experts
+                arrays.setdefault(key, np.empty(infos[key].shape, np.float32))[part] = array_of(m)
+            else:
+                arrays[key] = jnp.asarray(array_of(m), jnp.float32)
         return arrays
 
     x = embed(spec, outside_layers("embed"), tokens, jnp.float32)
