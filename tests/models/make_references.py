@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from family_variants import ONE_OF_EACH, family_config, family_tensors, gradient_sketch, trained_mask
+from family_variants import VARIANTS as FAMILY_VARIANTS
 from llama_variants import VARIANTS, probe_tokens, random_tensors, variant_config, write_checkpoint
 
 REFERENCES = Path(__file__).parents[1] / "references"
@@ -45,6 +47,55 @@ def variant_logits(name: str) -> np.ndarray:
         return transformers_logits(Path(tmp), probe_tokens(config))[0]
 
 
+def family_logits(name: str) -> np.ndarray:
+    """transformers' logits (48, V) of one tiny variant of another family on its probe."""
+    config = family_config(name)
+    with tempfile.TemporaryDirectory() as tmp:
+        write_checkpoint(Path(tmp), config, family_tensors(config))
+        return transformers_logits(Path(tmp), probe_tokens(config))[0]
+
+
+def family_gradients(name: str) -> dict[str, np.ndarray]:
+    """Gradients, by tensor name of the checkpoint, of the masked log-likelihood of the probe; torch autograd."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = family_config(name)
+    tensors = family_tensors(config, alike_experts=False)  # whose gradients would depend on the order of ties
+    tokens = probe_tokens(config)
+    with tempfile.TemporaryDirectory() as tmp:
+        write_checkpoint(Path(tmp), config, tensors)
+        model = AutoModelForCausalLM.from_pretrained(tmp, dtype=torch.float32, attn_implementation="eager")
+        ids = torch.from_numpy(tokens).long()
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        chosen = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        (chosen * torch.from_numpy(trained_mask(tokens.shape[1]))).sum().backward()
+        grads = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    return _as_in_the_file(config, tensors, grads)
+
+
+def _as_in_the_file(config, tensors, grads):
+    """transformers 5 fuses the experts of Qwen and Mixtral when it loads them; here they are apart again."""
+    arrays = {}
+    for name in tensors:
+        parts = name.replace("block_sparse_moe", "mlp").split(".experts.")
+        if name in grads:
+            arrays[name] = grads[name]
+        elif len(parts) == 2 and parts[1][0].isdigit():
+            expert, kind = int(parts[1].split(".")[0]), parts[1].split(".")[1]
+            if kind in ("down_proj", "w2"):
+                arrays[name] = grads[f"{parts[0]}.experts.down_proj"][expert]
+            else:
+                half = 0 if kind in ("gate_proj", "w1") else 1
+                fused = grads[f"{parts[0]}.experts.gate_up_proj"][expert]
+                arrays[name] = np.split(fused, 2)[half]
+        elif name.replace("block_sparse_moe", "mlp") in grads:
+            arrays[name] = grads[name.replace("block_sparse_moe", "mlp")]
+        else:
+            assert name.endswith("layer_scalar"), f"no gradient for {name}"  # a buffer: never trained
+    return arrays
+
+
 def smollm2_references(directory: Path) -> dict[str, np.ndarray]:
     """For each text: its ids, and at every position the ten highest logits and the log-sum-exp of all."""
     from transformers import AutoTokenizer
@@ -65,8 +116,11 @@ def smollm2_references(directory: Path) -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     REFERENCES.mkdir(exist_ok=True)
+    np.savez_compressed(REFERENCES / "llama_variants.npz", **{name: variant_logits(name) for name in VARIANTS})
+    np.savez_compressed(REFERENCES / "family_variants.npz", **{name: family_logits(name) for name in FAMILY_VARIANTS})
     np.savez_compressed(
-        REFERENCES / "llama_variants.npz", **{name: variant_logits(name) for name in VARIANTS}
+        REFERENCES / "family_gradients.npz",
+        **{name: gradient_sketch(family_gradients(name)) for name in ONE_OF_EACH},
     )
     if len(sys.argv) > 1:
         np.savez_compressed(REFERENCES / "smollm2_135m.npz", **smollm2_references(Path(sys.argv[1])))

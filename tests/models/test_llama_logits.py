@@ -22,7 +22,7 @@ def load_variant(name, tmp_path):
 
 @partial(jax.jit, static_argnums=0)
 def _logits(spec, params, tokens, positions, segments, branches):
-    return unembed(params, forward(spec, params, tokens, positions, segments, branches))
+    return unembed(spec, params, forward(spec, params, tokens, positions, segments, branches))
 
 
 def logits_of(spec, params, tokens, positions=None, segments=None, branches=None):
@@ -93,9 +93,7 @@ def test_branches_of_a_shared_prefix_equal_separate_sequences(tmp_path):
     completions = [rng.integers(3, 64, n) for n in (5, 1, 8)]
     row = np.concatenate([prompt, *completions])[None]
     positions = np.concatenate([np.arange(11), *(11 + np.arange(len(c)) for c in completions)])[None]
-    branches = np.concatenate(
-        [np.zeros(11, int), *(np.full(len(c), g + 1) for g, c in enumerate(completions))]
-    )[None]
+    branches = np.concatenate([np.zeros(11, int), *(np.full(len(c), g + 1) for g, c in enumerate(completions))])[None]
     got = logits_of(spec, params, row, positions, np.ones_like(row), branches)[0]
     start = 11
     for c in completions:
@@ -111,7 +109,7 @@ def test_gradients_are_finite_and_the_same_with_rows_of_padding(tmp_path):
 
     def loss(params, tokens, segments):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        logits = unembed(params, forward(spec, params, tokens, positions, segments))
+        logits = unembed(spec, params, forward(spec, params, tokens, positions, segments))
         return jnp.sum(jnp.where(segments[..., None] != 0, jax.nn.log_softmax(logits), 0.0)[..., 3])
 
     ones = jnp.ones((1, 9), jnp.int32)

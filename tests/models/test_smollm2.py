@@ -33,7 +33,7 @@ def model():
 @partial(jax.jit, static_argnums=0)
 def _logits(spec, params, tokens, segments):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return unembed(params, forward(spec, params, tokens, positions, segments))
+    return unembed(spec, params, forward(spec, params, tokens, positions, segments))
 
 
 def logits_of(model, ids, length=64):
@@ -72,9 +72,7 @@ def test_the_capital_of_france_is_paris(model):
 
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
     message = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
     ids = list(prompt)
     for _ in range(12):
         ids.append(int(logits_of(model, ids)[-1].argmax()))

@@ -35,6 +35,28 @@ def test_logprobs_and_entropy_equal_float64(temperature):
 
 
 @pytest.mark.usefixtures("chunking")
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_soft_cap_bounds_logits_before_the_temperature(temperature):
+    hidden, head, targets = inputs()
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=targets.shape), jnp.float32)
+
+    def plain(hidden, head):
+        logits = 3.0 * jnp.tanh(jnp.einsum("bmd,vd->bmv", hidden, head) / 3.0) / temperature
+        full = jax.nn.log_softmax(logits)
+        return jnp.sum(weights * jnp.take_along_axis(full, targets[..., None], -1)[..., 0])
+
+    def ours(hidden, head):
+        lp, _ = selected_logprobs(hidden, head, targets, jnp.int32(11), temperature, softcap=3.0)
+        return jnp.sum(weights * lp)
+
+    want, want_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, head)
+    got, grads = jax.value_and_grad(ours, argnums=(0, 1))(hidden, head)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for a, b in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.usefixtures("chunking")
 def test_gradients_equal_those_of_log_softmax():
     hidden, head, targets = inputs()
     weights = jnp.asarray(np.random.default_rng(1).normal(size=targets.shape), jnp.float32).at[:, 9:].set(0)

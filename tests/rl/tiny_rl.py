@@ -69,7 +69,7 @@ def row_logprobs(weights, prompt, token_ids, temperature=1.0, spec=SPEC):
 def _row_logprobs(weights, prompt, token_ids, temperature, spec):
     ids = jnp.concatenate([prompt, token_ids])[None]
     hidden = decoder.forward(spec, weights, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-    logits = decoder.unembed(weights, hidden)[0] / temperature
+    logits = decoder.unembed(spec, weights, hidden)[0] / temperature
     full = jax.nn.log_softmax(logits[len(prompt) - 1 : -1], axis=-1)
     return full[jnp.arange(len(token_ids)), token_ids]
 

@@ -61,7 +61,7 @@ def make_prompt(length: int, seed: int = 0) -> Prompt:
 def _forward_logits(spec: ModelSpec, params: Params, ids: jax.Array, length: jax.Array) -> jax.Array:
     positions = jnp.arange(ids.shape[1])[None]
     hidden = decoder.forward(spec, params, ids, positions, (positions < length).astype(jnp.int32))
-    return decoder.unembed(params, hidden)[0]
+    return decoder.unembed(spec, params, hidden)[0]
 
 
 def reference_logits(params: Params, tokens: Sequence[int], spec: ModelSpec = TINY) -> np.ndarray:

@@ -32,7 +32,7 @@ pytestmark = [
 @partial(jax.jit, static_argnums=0)
 def forward_logits(spec: ModelSpec, params: Params, ids: jax.Array) -> jax.Array:
     positions = jnp.arange(ids.shape[1])[None]
-    return decoder.unembed(params, decoder.forward(spec, params, ids, positions, jnp.ones_like(ids)))
+    return decoder.unembed(spec, params, decoder.forward(spec, params, ids, positions, jnp.ones_like(ids)))
 
 
 def test_logprobs_and_greedy_text_of_real_weights() -> None:

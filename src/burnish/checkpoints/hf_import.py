@@ -19,6 +19,7 @@ from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, iter
 from burnish.models.families import (
     TensorMapping,
     buffer_values,
+    is_left_out,
     resolve_config,
     spec_from_hf,
     tensor_map,
@@ -130,6 +131,7 @@ def load_params(
     stored = list_tensors(directory)
     mappings = {m.name: m for m in tensor_map(spec)}
     check_headers(directory, spec, stored)
+    stored = [t for t in stored if not is_left_out(spec, t.name)]
 
     params = _map_infos(lambda info: np.empty(info.shape, dtype), param_infos(spec))
     total, done = sum(t.end - t.start for t in stored), 0
@@ -147,6 +149,13 @@ def load_params(
         if on_progress is not None:
             on_progress(tensor.name, done, total)
     return spec, params
+
+
+def left_out_tensors(directory: Path, spec: ModelSpec) -> list[str]:
+    """Names of the tensors of a checkpoint that are known and not read: its vision and audio towers."""
+    if not any(directory.glob("*.safetensors")):
+        return []
+    return [t.name for t in list_tensors(directory) if is_left_out(spec, t.name)]
 
 
 def _map_infos(make: Callable[[ParamInfo], Any], tree: Any) -> Any:
@@ -175,14 +184,16 @@ def check_headers(directory: Path, spec: ModelSpec, stored: Sequence[StoredTenso
         raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
     for t in stored:
         if t.name in expected and t.shape != expected[t.name]:
-            raise CheckpointError(
-                f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}"
-            )
+            raise CheckpointError(f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}")
         if t.name in expected and t.dtype not in DTYPES:
             raise CheckpointError(
                 f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
             )
-    extra = [t for t in stored if t.name not in expected and buffer_values(spec, t.name) is None]
+    extra = [
+        t
+        for t in stored
+        if t.name not in expected and buffer_values(spec, t.name) is None and not is_left_out(spec, t.name)
+    ]
     if extra:
         raise CheckpointError(
             f"{extra[0].file}: tensors that config.json has no place for: {few([t.name for t in extra])}"

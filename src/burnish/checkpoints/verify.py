@@ -19,9 +19,9 @@ from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_import import check_headers, read_json
 from burnish.checkpoints.safetensors_file import DTYPES, few, iterate, list_tensors, open_file
 from burnish.models.attention import packed_attention
-from burnish.models.decoder import embed, layer, rms_norm, unembed
+from burnish.models.decoder import embed, layer, norm, unembed
 from burnish.models.families import TensorMapping, spec_from_hf, tensor_map, tied_head_copy
-from burnish.models.params import Params
+from burnish.models.params import Params, layer_infos, layer_place
 from burnish.models.rope import rope_tables
 from burnish.models.spec import ModelSpec
 
@@ -58,26 +58,19 @@ def verify(
     for name in sorted(set(dtypes) | set(found)):
         if dtypes.get(name) != found.get(name):
             raise CheckpointError(
-                f"{directory}: {name} is {found.get(name, 'not there')}, "
-                f"{dtypes.get(name, 'not there')} was asked for"
+                f"{directory}: {name} is {found.get(name, 'not there')}, {dtypes.get(name, 'not there')} was asked for"
             )
     _verify_config(directory, spec, Path(source_config))
 
     head = tied_head_copy(spec)
     mappings = {m.name: m for m in tensor_map(spec) + ([] if head is None else [head])}
     for tensor, array in iterate(stored):
-        want = (
-            mappings[tensor.name]
-            .to_hf(np.asarray(mappings[tensor.name].slot(params)))
-            .astype(DTYPES[tensor.dtype])
-        )
+        want = mappings[tensor.name].to_hf(np.asarray(mappings[tensor.name].slot(params))).astype(DTYPES[tensor.dtype])
         if not np.isfinite(array).all():
             raise CheckpointError(f"{tensor.file}: {tensor.name} holds NaN or infinity")
         if not np.array_equal(array, want):
             worst = np.abs(array.astype(np.float32) - want.astype(np.float32)).max()
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} differs from the trained weights by up to {worst:.3g}"
-            )
+            raise CheckpointError(f"{tensor.file}: {tensor.name} differs from the trained weights by up to {worst:.3g}")
 
     files = {t.name: t.file for t in stored}
 
@@ -119,7 +112,8 @@ def _verify_config(directory: Path, spec: ModelSpec, source_config: Path) -> Non
 @partial(jax.jit, static_argnums=0)
 def _layer(spec: ModelSpec, p: Params, x: jax.Array, positions: jax.Array) -> jax.Array:
     ones = jnp.ones_like(positions)
-    return layer(spec, p, x, rope_tables(spec, positions), packed_attention(ones, ones))
+    rope = rope_tables(spec.rope, spec.head_dim, positions)
+    return layer(spec, p, x, rope, packed_attention(spec, ones, ones, positions))[0]
 
 
 def probe_logits(spec: ModelSpec, array_of: Callable[[TensorMapping], Any]) -> np.ndarray:
@@ -131,15 +125,26 @@ def probe_logits(spec: ModelSpec, array_of: Callable[[TensorMapping], Any]) -> n
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     mappings = tensor_map(spec)
 
-    def read(keys: tuple[str, ...], index: int | None) -> Params:
+    def outside_layers(*keys: str) -> Params:
         return {
-            m.path[-1]: jnp.asarray(array_of(m), jnp.float32)
-            for m in mappings
-            if m.layer == index and (index is not None or m.path[0] in keys)
+            m.path[0]: jnp.asarray(array_of(m), jnp.float32) for m in mappings if m.layer is None and m.path[0] in keys
         }
 
-    x = embed(read(("embed",), None), tokens, jnp.float32)
+    def of_layer(i: int) -> Params:
+        arrays: Params = {}
+        infos, stacked = layer_infos(spec.at(i)), layer_place(spec, i).index is not None
+        for m in mappings:
+            if m.layer != i:
+                continue
+            key, part = m.path[-1], m.index[1:] if stacked else m.index
+            if part:  # one of several tensors of an array: experts
+                arrays.setdefault(key, np.empty(infos[key].shape, np.float32))[part] = array_of(m)
+            else:
+                arrays[key] = jnp.asarray(array_of(m), jnp.float32)
+        return arrays
+
+    x = embed(spec, outside_layers("embed"), tokens, jnp.float32)
     for i in range(spec.num_layers):
-        x = _layer(spec, read(("layers",), i), x, positions)
-    x = rms_norm(x, read(("final_norm",), None)["final_norm"], spec.rms_norm_eps)
-    return np.asarray(unembed(read(("embed", "lm_head"), None), x))
+        x = _layer(spec.at(i), of_layer(i), x, positions)
+    x = norm(spec, x, outside_layers("final_norm")["final_norm"])
+    return np.asarray(unembed(spec, outside_layers("embed", "lm_head"), x))

@@ -10,10 +10,13 @@ scores are a large negative finite number, so a row that sees nothing stays fini
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from burnish.models.spec import ModelSpec
 
 MASKED = -1e30
 BLOCK = 128
@@ -25,35 +28,58 @@ PLAIN_UP_TO = 256
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def visibility(segments: jax.Array, branches: jax.Array) -> jax.Array:
-    """(B, T) segment and branch ids -> (B, T, T) bool, True where query t (axis 1) may see key s (axis 2)."""
+def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """(B, T) segments, branches and positions -> (B, T, T) bool, True where query t (axis 1) may see key s (axis 2).
+
+    With a window, t sees its own and the window - 1 positions before it: positions are counted in a sequence, so a
+    completion's window reaches back into the prompt it shares.
+    """
     T = segments.shape[1]
     same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] != 0)
     branch = (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
-    return same & branch & jnp.tril(jnp.ones((T, T), bool))
+    visible = same & branch & jnp.tril(jnp.ones((T, T), bool))
+    return visible if window is None else visible & (positions[:, :, None] - positions[:, None, :] < window)
 
 
-def packed_attention(segments: jax.Array, branches: jax.Array) -> Attend:
+class Scoring(NamedTuple):
+    """How products of queries and keys become scores."""
+
+    scale: float
+    softcap: float | None  # scaled scores are bounded to ±softcap by tanh
+
+    def __call__(self, products: jax.Array) -> jax.Array:
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+
+def scoring(spec: ModelSpec) -> Scoring:
+    """That of one kind of layer."""
+    scale = spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
+    return Scoring(scale, spec.attention_softcap)
+
+
+def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Attend:
     """The `attend` of packed rows: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N), softmax in float32.
 
-    Differentiable in reverse mode. Results at padding are finite and meaningless.
+    `spec` is that of one kind of layer. Differentiable in reverse mode. Results at padding are finite and
+    meaningless.
     """
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
+    visible = visibility(segments, branches, positions, spec.window)
     if T <= PLAIN_UP_TO or block is None:
-        return plain_attention(segments, branches)
-    return block_attention(segments, branches, block)
+        return plain_attention(visible, scoring(spec))
+    return block_attention(visible, block, scoring(spec))
 
 
-def plain_attention(segments: jax.Array, branches: jax.Array) -> Attend:
-    """`packed_attention` with all T² scores."""
-    visible = visibility(segments, branches)
+def plain_attention(visible: jax.Array, score: Scoring) -> Attend:
+    """`packed_attention` with all T² scores; visible (B, T, T) bool."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         B, T, H, N = q.shape
         K = k.shape[2]
         grouped = q.reshape(B, T, K, H // K, N)
-        scores = jnp.einsum("btkrn,bskn->bkrts", grouped, k, preferred_element_type=jnp.float32) * N**-0.5
+        scores = score(jnp.einsum("btkrn,bskn->bkrts", grouped, k, preferred_element_type=jnp.float32))
         scores = jnp.where(visible[:, None, None], scores, MASKED)
         probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
         return jnp.einsum("bkrts,bskn->btkrn", probs, v).reshape(B, T, H, N)
@@ -71,11 +97,11 @@ class BlockPlan:
     counts: jax.Array  # (Q,) int32, how many of them are visible
 
 
-def block_plan(segments: jax.Array, branches: jax.Array, block: int) -> BlockPlan:
+def block_plan(visible: jax.Array, block: int) -> BlockPlan:
     """Which key blocks each query block must look at: those with at least one visible pair of tokens."""
-    B, T = segments.shape
+    B, T, _ = visible.shape
     J = T // block
-    mask = visibility(segments, branches).reshape(B, J, block, J, block).swapaxes(2, 3)
+    mask = visible.reshape(B, J, block, J, block).swapaxes(2, 3)
     seen = mask.any(axis=(3, 4))
     order = jnp.argsort(~seen, axis=-1, stable=True)
     mask = jnp.take_along_axis(mask, order[..., None, None], axis=2)
@@ -87,9 +113,9 @@ def block_plan(segments: jax.Array, branches: jax.Array, block: int) -> BlockPla
     )
 
 
-def block_attention(segments: jax.Array, branches: jax.Array, block: int) -> Attend:
-    """`packed_attention` over the visible blocks only; `block` divides T."""
-    plan = block_plan(segments, branches, block)
+def block_attention(visible: jax.Array, block: int, score: Scoring) -> Attend:
+    """`packed_attention` over the visible blocks only; visible (B, T, T) bool, `block` divides T."""
+    plan = block_plan(visible, block)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         B, T, H, N = q.shape
@@ -100,7 +126,7 @@ def block_attention(segments: jax.Array, branches: jax.Array, block: int) -> Att
             return x.reshape(Q, block, K, N).swapaxes(1, 2)
 
         queries = q.reshape(Q, block, K, R, N).transpose(0, 2, 3, 1, 4).reshape(Q, K, R * block, N)
-        out = _attend_blocks(queries, blocks(k), blocks(v), plan)
+        out = _attend_blocks(score, queries, blocks(k), blocks(v), plan)
         return out.reshape(Q, K, R, block, N).transpose(0, 3, 1, 2, 4).reshape(B, T, H, N)
 
     return attend
@@ -112,11 +138,11 @@ def _chunk(num_blocks: int) -> int:
     return max(c for c in range(1, 9) if num_blocks % c == 0)
 
 
-def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    """q (C, K, R·b, N), k (C, K, b, N), mask (C, b, b) -> (C, K, R·b, b) float32, scaled and masked."""
-    C, K, rows, N = q.shape
+def _scores(score: Scoring, q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """q (C, K, R·b, N), k (C, K, b, N), mask (C, b, b) -> (C, K, R·b, b) float32, scaled, capped and masked."""
+    C, K, rows, _ = q.shape
     b = k.shape[2]
-    scores = jnp.einsum("ckqn,cksn->ckqs", q, k, preferred_element_type=jnp.float32) * N**-0.5
+    scores = score(jnp.einsum("ckqn,cksn->ckqs", q, k, preferred_element_type=jnp.float32))
     scores = jnp.where(mask[:, None, None], scores.reshape(C, K, rows // b, b, b), MASKED)
     return scores.reshape(C, K, rows, b)
 
@@ -135,13 +161,13 @@ def _turns(plan: BlockPlan, chunk: int, c: jax.Array) -> jax.Array:
     return jnp.max(jax.lax.dynamic_slice_in_dim(plan.counts, c * chunk, chunk))
 
 
-@jax.custom_vjp
-def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, plan: BlockPlan) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(score: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, plan: BlockPlan) -> jax.Array:
     """q (Q, K, R·b, N), k, v (Q, K, b, N) -> (Q, K, R·b, N)."""
-    return _attend_blocks_fwd(q, k, v, plan)[0]
+    return _attend_blocks_fwd(score, q, k, v, plan)[0]
 
 
-def _attend_blocks_fwd(q, k, v, plan):
+def _attend_blocks_fwd(score, q, k, v, plan):
     Q, K, rows, N = q.shape
     chunk = _chunk(Q)
 
@@ -152,7 +178,7 @@ def _attend_blocks_fwd(q, k, v, plan):
         def turn(j, carry):
             top, total, acc = carry
             keys, mask = _turn(plan, chunk, c, j)
-            scores = _scores(q_c, k[keys], mask)
+            scores = _scores(score, q_c, k[keys], mask)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             probs = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
@@ -176,9 +202,9 @@ def _attend_blocks_fwd(q, k, v, plan):
     return out, (q, k, v, plan, out, lse)
 
 
-def _attend_blocks_bwd(residuals, d_out):
+def _attend_blocks_bwd(score, residuals, d_out):
     q, k, v, plan, out, lse = residuals
-    Q, _, _, N = q.shape
+    Q = q.shape[0]
     chunk = _chunk(Q)
     inner = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
@@ -192,9 +218,13 @@ def _attend_blocks_bwd(residuals, d_out):
             d_q_c, d_k, d_v = carry
             keys, mask = _turn(plan, chunk, c, j)
             k_j, v_j = k[keys], v[keys]
-            probs = jnp.exp(_scores(q_c, k_j, mask) - lse_c[..., None])
+            scores = _scores(score, q_c, k_j, mask)
+            probs = jnp.exp(scores - lse_c[..., None])
             d_probs = jnp.einsum("ckqn,cksn->ckqs", d_out_c, v_j, preferred_element_type=jnp.float32)
-            d_scores = (N**-0.5 * probs * (d_probs - inner_c[..., None])).astype(q.dtype)
+            d_scores = score.scale * probs * (d_probs - inner_c[..., None])
+            if score.softcap is not None:  # masked scores are far outside the cap, but their probs are 0
+                d_scores = d_scores * (1 - jnp.square(jnp.clip(scores / score.softcap, -1, 1)))
+            d_scores = d_scores.astype(q.dtype)
             probs = probs.astype(q.dtype)
             f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q_c = d_q_c + f32("ckqs,cksn->ckqn", d_scores, k_j)

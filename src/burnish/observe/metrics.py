@@ -68,6 +68,13 @@ METRICS: dict[str, Metric] = {
         "share",
         "Tokens whose ratio was clipped; 0 with one on-policy update per batch, where every ratio is 1.",
     ),
+    "experts/load_max": Metric(
+        "1", "Tokens of the busiest expert of any layer, in multiples of an even share (mixtures of experts only)."
+    ),
+    "experts/idle": Metric("share", "Experts, over all layers, that got no token of the update."),
+    "experts/router_entropy": Metric(
+        "nats", "How evenly the router spreads a token's probability, mean over layers; log of the experts is even."
+    ),
     "zero_advantage_groups": Metric(
         "share",
         "Groups whose completions all have the same reward: they teach nothing and are not trained on.",

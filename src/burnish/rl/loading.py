@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from burnish.checkpoints.hf_export import snapshot_source
-from burnish.checkpoints.hf_import import load_params, read_config, resolve
+from burnish.checkpoints.hf_import import left_out_tensors, load_params, read_config, resolve
 from burnish.checkpoints.store import find_checkpoint, hf_source_files, load_model_params
 from burnish.config.groups import WeightsOptions
 from burnish.config.schema import ChatConfig, EvalConfig, RunConfig, SFTConfig
@@ -62,9 +62,11 @@ class ModelSource:
     def describe(self) -> str:
         """One line for the log."""
         s = self.spec
+        unread = left_out_tensors(self.directory, s)
+        text_part = f"; text part only: {len(unread)} tensors left out ({unread[0]}, …)" if unread else ""
         return (
             f"Model: {self.checkpoint or self.directory}: {s.family}, {num_params(s) / 1e6:,.1f} M parameters, "
-            f"{s.num_layers} layers, width {s.d_model}, vocabulary {s.vocab_size:,}"
+            f"{s.num_layers} layers, width {s.d_model}, vocabulary {s.vocab_size:,}{text_part}"
         )
 
     @contextmanager

@@ -18,9 +18,15 @@ KEEP_BYTES = 512 * 2**20
 
 
 def selected_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, count: jax.Array, temperature: float
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """log softmax(hidden @ head.T / temperature) at `targets`, and the entropy of that distribution.
+    """log softmax(logits / temperature) at `targets`, and the entropy of that distribution; logits are hidden @ head.T,
+    or softcap · tanh of that / softcap.
 
     hidden (B, M, D) in the compute dtype, head (V, D), targets (B, M) int32; count () int32: columns from `count` on
     are not computed and return 0. Returns two (B, M) float32. The entropy is a metric: no gradient flows through it.
@@ -37,7 +43,7 @@ def selected_logprobs(
     targets = targets.reshape(B, chunks, width).swapaxes(0, 1).reshape(chunks, B * width)
     keep = 4 * chunks * B * width * V <= KEEP_BYTES
     used = -(-count // width)
-    lp, entropy = _chunked(temperature, keep, hidden, head.astype(hidden.dtype), targets, used)
+    lp, entropy = _chunked((temperature, softcap), keep, hidden, head.astype(hidden.dtype), targets, used)
 
     def unchunk(a: jax.Array) -> jax.Array:
         return a.reshape(chunks, B, width).swapaxes(0, 1).reshape(B, chunks * width)[:, :M]
@@ -45,27 +51,34 @@ def selected_logprobs(
     return unchunk(lp), jax.lax.stop_gradient(unchunk(entropy))
 
 
-def _logits(hidden: jax.Array, head: jax.Array, temperature: float) -> jax.Array:
+_Scale = tuple[float, float | None]
+"""(temperature, softcap)"""
+
+
+def _logits(hidden: jax.Array, head: jax.Array, scale: _Scale) -> jax.Array:
+    """Logits divided by the temperature."""
+    temperature, softcap = scale
     logits = jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     return logits if temperature == 1.0 else logits / temperature
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked(
-    temperature: float, keep: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, used: jax.Array
+    scale: _Scale, keep: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """hidden (C, R, D), targets (C, R), used (): the first `used` of C chunks -> (C, R) logprobs, entropy."""
-    return _chunked_fwd(temperature, keep, hidden, head, targets, used)[0]
+    return _chunked_fwd(scale, keep, hidden, head, targets, used)[0]
 
 
-def _chunked_fwd(temperature, keep, hidden, head, targets, used):
+def _chunked_fwd(scale, keep, hidden, head, targets, used):
     C, R, _ = hidden.shape
     zeros = jnp.zeros((C, R), jnp.float32)
     kept = jnp.zeros((C, R, head.shape[0]) if keep else (0,), jnp.float32)
 
     def body(c, carry):
         lp, entropy, lse, kept = carry
-        logits = _logits(hidden[c], head, temperature)
+        logits = _logits(hidden[c], head, scale)
         top = jnp.max(logits, axis=-1, keepdims=True)
         shifted = logits - top
         exps = jnp.exp(shifted)
@@ -82,17 +95,21 @@ def _chunked_fwd(temperature, keep, hidden, head, targets, used):
     return (lp, entropy), (hidden, head, targets, used, lse, kept)
 
 
-def _chunked_bwd(temperature, keep, residuals, cotangents):
+def _chunked_bwd(scale, keep, residuals, cotangents):
+    temperature, softcap = scale
     hidden, head, targets, used, lse, kept = residuals
     d_lp, _ = cotangents
 
     def body(c, carry):
         d_hidden, d_head = carry
-        logits = kept[c] if keep else _logits(hidden[c], head, temperature)
-        scale = (d_lp[c] / temperature)[:, None]
+        logits = kept[c] if keep else _logits(hidden[c], head, scale)
+        weight = (d_lp[c] / temperature)[:, None]
         probs = jnp.exp(logits - lse[c][:, None])
         hit = jax.lax.broadcasted_iota(jnp.int32, probs.shape, 1) == targets[c][:, None]
-        d_logits = (jnp.where(hit, scale, 0.0) - scale * probs).astype(head.dtype)
+        d_logits = jnp.where(hit, weight, 0.0) - weight * probs
+        if softcap is not None:
+            d_logits = d_logits * (1.0 - jnp.square(logits * (temperature / softcap)))
+        d_logits = d_logits.astype(head.dtype)
         d_hidden = d_hidden.at[c].set(jax.lax.dot_general(d_logits, head, (((1,), (0,)), ((), ()))))
         d_head = d_head + jax.lax.dot_general(
             d_logits, hidden[c], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32

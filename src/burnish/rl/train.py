@@ -308,6 +308,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         "learning_rate": metrics["learning_rate"],
         "nonfinite_updates": int(state.skipped) - skipped,
         "clip_fraction": metrics.get("clip_fraction", 0.0),
+        **{name: value for name, value in metrics.items() if name.startswith("experts/")},
     }
     if "kl" in metrics:
         result["kl"] = metrics["kl"]

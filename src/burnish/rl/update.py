@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from burnish.errors import BurnishError
 from burnish.models import decoder
-from burnish.models.params import Params
+from burnish.models.moe import Load, load_metrics
+from burnish.models.params import Params, head
 from burnish.models.spec import ModelSpec
 from burnish.rl import losses, optimizer
 from burnish.rl.logprobs import selected_logprobs
@@ -68,9 +69,9 @@ def rematerialise(policy: RematPolicy) -> Callable[[Callable], Callable]:
 
 def batch_logprobs(
     spec: ModelSpec, params: Params, batch: PackedBatch, *, temperature: float, dtype: Any, remat: RematPolicy
-) -> tuple[jax.Array, jax.Array]:
-    """(B, T) logprobs and entropies of the trained tokens, 0 beyond the lists."""
-    hidden = decoder.forward(
+) -> tuple[jax.Array, jax.Array, Load | None]:
+    """(B, T) logprobs and entropies of the trained tokens, 0 beyond the lists; what experts got, if there are any."""
+    hidden, load = decoder.forward_with_load(
         spec,
         params,
         batch.tokens,
@@ -81,8 +82,10 @@ def batch_logprobs(
         remat=rematerialise(remat),
     )
     predicting = jnp.take_along_axis(hidden, batch.source[..., None], axis=1)
-    head = params["embed"] if spec.tied_head else params["lm_head"]
-    return selected_logprobs(predicting, head, batch.targets, batch.count, temperature)
+    lp, entropy = selected_logprobs(
+        predicting, head(params), batch.targets, batch.count, temperature, spec.final_softcap
+    )
+    return lp, entropy, load
 
 
 @dataclass
@@ -118,10 +121,12 @@ class Updater:
         `max_skipped_in_a_row` skipped updates.
         """
         total: Params | None = None
+        load: Load | None = None
         shares, logprobs = [], []
         for batch in packed.micro_batches:
-            grads, share, lp = self._gradients(state.params, batch, packed.denominators)
+            grads, share, lp, batch_load = self._gradients(state.params, batch, packed.denominators)
             total = grads if total is None else self._add(total, grads)
+            load = batch_load if load is None else jax.tree.map(jnp.add, load, batch_load)
             shares.append(share)
             logprobs.append(lp)
         if total is None:
@@ -133,6 +138,8 @@ class Updater:
                 f"the gradient was not finite in {skipped} updates in a row; the weights were left as they were. "
                 "Lower learning_rate, set gradient_clipping_threshold, or use dtype=float32"
             )
+        if load is not None:
+            metrics |= load_metrics(self.spec, load)
         return state, (losses.combine(shares) if shares else {}) | metrics, tuple(logprobs)
 
     def logprobs(self, params: Params, packed: PackedStep) -> tuple[jax.Array, ...]:
@@ -141,19 +148,19 @@ class Updater:
 
     def _gradients_of(
         self, params: Params, batch: PackedBatch, denominators: Denominators
-    ) -> tuple[Params, Metrics, jax.Array]:
-        def objective(params: Params) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-            lp, entropy = self._scores(params, batch)
+    ) -> tuple[Params, Metrics, jax.Array, Load | None]:
+        def objective(params: Params) -> tuple[jax.Array, tuple[Metrics, jax.Array, Load | None]]:
+            lp, entropy, load = self._scores(params, batch)
             value, metrics = losses.loss(self.options.loss, lp, entropy, batch, denominators)
-            return value, (metrics, jax.lax.stop_gradient(lp))
+            return value, (metrics, jax.lax.stop_gradient(lp), load)
 
-        grads, (metrics, lp) = jax.grad(objective, has_aux=True)(params)
-        return jax.tree.map(lambda g: g.astype(self.options.grad_dtype), grads), metrics, lp
+        grads, (metrics, lp, load) = jax.grad(objective, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(self.options.grad_dtype), grads), metrics, lp, load
 
     def _logprobs_of(self, params: Params, batch: PackedBatch) -> jax.Array:
         return self._scores(params, batch)[0]
 
-    def _scores(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
+    def _scores(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array, Load | None]:
         o = self.options
         return batch_logprobs(self.spec, params, batch, temperature=o.temperature, dtype=o.dtype, remat=o.remat)
 

@@ -20,10 +20,9 @@ import numpy as np
 from jax import lax
 
 from burnish.models import decoder
-from burnish.models.attention import MASKED, packed_attention
-from burnish.models.params import Params
-from burnish.models.rope import rope_tables
-from burnish.models.spec import ModelSpec
+from burnish.models.attention import MASKED, Attend, Scoring, scoring
+from burnish.models.params import Params, layers_of
+from burnish.models.spec import ModelSpec, per_kind
 from burnish.rollout.sampling import Cuts, Way, sample
 
 CHUNK = 16
@@ -54,6 +53,13 @@ class LayerCache(NamedTuple):
     v: jax.Array  # (X, K, S, N)
 
 
+class Seen(NamedTuple):
+    """Which columns the rows of a decode step see in layers of one kind."""
+
+    lane: jax.Array  # (R, S) bool, the same for a lane's slots; with a window (R, W, S)
+    own: jax.Array  # (B, T) bool
+
+
 class Rows(NamedTuple):
     """The state of the B rows at the start of a chunk."""
 
@@ -80,22 +86,30 @@ def _layer_of(stacked: Params, index: jax.Array, dtype: Any) -> Params:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False).astype(dtype), stacked)
 
 
+def _copied(tree: Params, dtype: Any) -> Params:
+    return jax.tree.map(lambda a: jnp.array(a, dtype, copy=True), tree)
+
+
 def decode_view(spec: ModelSpec, params: Params, dtype: Any) -> Params:
     """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype. Always copies,
     because the trainer gives its own arrays away to its next update."""
     params = jax.tree.map(jnp.asarray, params)
-    layers = [_layer_of(params["layers"], np.int32(i), dtype=dtype) for i in range(spec.num_layers)]
-    rest = {name: jnp.array(a, dtype, copy=True) for name, a in params.items() if name != "layers"}
+    layers = [
+        _copied(held, dtype) if index is None else _layer_of(held, np.int32(index), dtype=dtype)
+        for held, index in layers_of(spec, params)
+    ]
+    rest = {name: _copied(a, dtype) for name, a in params.items() if name not in ("layers", "tail")}
     return {**rest, "layers": layers}
 
 
 def empty_caches(spec: ModelSpec, num: int, columns: int, dtype: Any) -> list[LayerCache]:
     """Zeroed caches of all layers for `num` lanes or rows."""
-    K, N = spec.num_kv_heads, spec.head_dim
-    return [
-        LayerCache(jnp.zeros((num, K, N, columns), dtype), jnp.zeros((num, K, columns, N), dtype))
-        for _ in range(spec.num_layers)
-    ]
+
+    def of(kind: ModelSpec) -> LayerCache:
+        K, N = kind.num_kv_heads, kind.head_dim
+        return LayerCache(jnp.zeros((num, K, N, columns), dtype), jnp.zeros((num, K, columns, N), dtype))
+
+    return [of(spec.at(i)) for i in range(spec.num_layers)]
 
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))
@@ -105,17 +119,18 @@ def prefill(spec: ModelSpec, view: Params, tokens: jax.Array, lengths: jax.Array
     P, S = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(S), (P, S))
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    reference = packed_attention(segments, jnp.zeros_like(segments))
-    rope = rope_tables(spec, positions)
+    size = len(spec.pattern)
+    tables = decoder.ropes(spec, positions)
+    attends = decoder.packed_attends(spec, segments, jnp.zeros_like(segments), positions)
     caches: list[LayerCache] = []
+    x = decoder.embed(spec, view, tokens, dtype)
+    for i, p in enumerate(view["layers"]):
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        caches.append(LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)))
-        return reference(q, k, v)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, packed: Attend = attends[i % size]) -> jax.Array:
+            caches.append(LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)))
+            return packed(q, k, v)
 
-    x = decoder.embed(view, tokens, dtype)
-    for p in view["layers"]:
-        x = decoder.layer(spec, p, x, rope, attend)
+        x, _ = decoder.layer(spec.at(i), p, x, tables[i % size], attend)
     return caches
 
 
@@ -146,13 +161,10 @@ def relocate(cache: LayerCache, sources: jax.Array, shift: jax.Array, columns: i
     return LayerCache(moved(cache.k, 3), moved(cache.v, 2))
 
 
-def _attend(
-    lane: LayerCache, own: LayerCache, q: jax.Array, lane_visible: jax.Array, own_visible: jax.Array
-) -> jax.Array:
+def _attend(lane: LayerCache, own: LayerCache, q: jax.Array, seen: Seen, score: Scoring) -> jax.Array:
     """Softmax attention of q (B, H, N) over its lane's columns and its own, as one distribution: (B, H, N).
 
-    lane_visible (R, S), own_visible (B, T). The queries of a lane's slots are folded into one matrix per kv
-    head.
+    The queries of a lane's slots are folded into one matrix per kv head.
     """
     B, H, N = q.shape
     R, K = lane.k.shape[:2]
@@ -167,14 +179,16 @@ def _attend(
         return x.reshape(B, K, rep, *x.shape[4:])
 
     grouped = q.reshape(B, K, rep, N)
-    scale = N**-0.5
 
     def scores(queries: jax.Array, keys: jax.Array, visible: jax.Array) -> jax.Array:
-        s = jnp.einsum("xkqn,xkns->xkqs", queries, keys, preferred_element_type=jnp.float32) * scale
-        return jnp.where(visible[:, None, None], s, MASKED)
+        s = score(jnp.einsum("xkqn,xkns->xkqs", queries, keys, preferred_element_type=jnp.float32))
+        return jnp.where(visible, s, MASKED)
 
+    lane_visible = seen.lane[:, None, None]
+    if seen.lane.ndim == 3:  # (R, W, S) -> (R, 1, W·rep, S), the order of by_lane
+        lane_visible = jnp.repeat(seen.lane, rep, axis=1)[:, None]
     lane_scores = scores(by_lane(grouped), lane.k, lane_visible)
-    own_scores = scores(grouped, own.k, own_visible)
+    own_scores = scores(grouped, own.k, seen.own[:, None, None])
     peak = jnp.maximum(by_row(lane_scores.max(axis=-1)), own_scores.max(axis=-1))  # (B, K, rep)
     lane_weights = jnp.exp(lane_scores - by_lane(peak)[..., None])
     own_weights = jnp.exp(own_scores - peak[..., None])
@@ -204,24 +218,42 @@ def _step(
     columns = own[0].k.shape[3]
     distance = (column - jnp.arange(columns)) % columns
     own_visible = distance[None] <= ages[:, None]
-    rope = rope_tables(spec, positions)
+
+    def seen_in(kind: ModelSpec) -> Seen:
+        if kind.window is None:
+            return Seen(lane_visible, own_visible)
+        R, S = lane_visible.shape
+        near = positions.reshape(R, -1, 1) - jnp.arange(S) < kind.window
+        return Seen(lane_visible[:, None] & near, own_visible & (distance < kind.window))
+
+    size = len(spec.pattern)
+    seen = per_kind(spec, lambda kind: kind.window, seen_in)
+    scores = [scoring(spec.at(i)) for i in range(size)]
+    tables = decoder.ropes(spec, positions)
     written: list[LayerCache] = []
-    x = decoder.embed(view, tokens, dtype)
-    for p, lane, old in zip(view["layers"], lanes, own, strict=True):
+    x = decoder.embed(spec, view, tokens, dtype)
+    for i, (p, lane, old) in enumerate(zip(view["layers"], lanes, own, strict=True)):
+        kind = spec.at(i)
 
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, lane: LayerCache = lane, old: LayerCache = old
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            lane: LayerCache = lane,
+            old: LayerCache = old,
+            seen: Seen = seen[i % size],
+            score: Scoring = scores[i % size],
         ) -> jax.Array:
             new = LayerCache(
                 lax.dynamic_update_slice_in_dim(old.k, k[..., None], column, axis=3),
                 lax.dynamic_update_slice_in_dim(old.v, v[:, :, None], column, axis=2),
             )
             written.append(new)
-            return _attend(lane, new, q, lane_visible, own_visible)
+            return _attend(lane, new, q, seen, score)
 
-        x = decoder.layer(spec, p, x, rope, attend)
-    x = decoder.rms_norm(x, view["final_norm"], spec.rms_norm_eps)
-    return decoder.unembed(view, x), written
+        x, _ = decoder.layer(kind, p, x, tables[i % size], attend)
+    x = decoder.norm(spec, x, view["final_norm"])
+    return decoder.unembed(spec, view, x), written
 
 
 @partial(jax.jit, static_argnames=("spec", "way", "dtype"), donate_argnames="own")

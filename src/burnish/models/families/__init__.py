@@ -1,40 +1,94 @@
 """What differs per model family: config.json -> ModelSpec, tensor names <-> parameter tree, published sizes.
 
-One family so far, so the functions of `llama` are the registry; `spec_from_hf` and `resolve_config` are
-the way in.
+Each module of this package that has a FAMILY is one family, found by its file being here; `register` adds one from
+outside. `spec_from_hf`, `resolve_config` and `tensor_map` are the way in.
 """
 
 import dataclasses
 import difflib
+import importlib
+import pkgutil
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from burnish.models.errors import ModelError
-from burnish.models.families import llama
-from burnish.models.families.llama import buffer_values, tensor_map, tied_head_copy
-from burnish.models.families.presets import PRESETS
-from burnish.models.families.tensors import TensorMapping
-from burnish.models.spec import ModelSpec
+from burnish.models.families.family import Family
+from burnish.models.families.tensors import TensorMapping, head_mapping
+from burnish.models.rope import inverse_frequencies
+from burnish.models.spec import ModelSpec, RopeSpec
 
 __all__ = [
     "PRESETS",
+    "Family",
     "TensorMapping",
     "buffer_values",
+    "is_left_out",
     "preset_config",
+    "register",
     "resolve_config",
     "spec_from_hf",
     "tensor_map",
     "tied_head_copy",
 ]
 
+PRESETS: dict[str, dict[str, Any]] = {}
+"""config.json of every published model by the name that model_name takes."""
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Make a family known by its model types and its presets. Raises ValueError where one is taken."""
+    taken = [t for t in family.model_types if t in _FAMILIES] + [p for p in family.presets if p in PRESETS]
+    if taken:
+        raise ValueError(f"{', '.join(taken)} is known already")
+    _FAMILIES.update(dict.fromkeys(family.model_types, family))
+    PRESETS.update(family.presets)
+
+
+for _module in pkgutil.iter_modules(__path__):
+    _found = importlib.import_module(f"{__name__}.{_module.name}")
+    if hasattr(_found, "FAMILY"):
+        register(_found.FAMILY)
+
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """config.json -> ModelSpec. Raises ModelError naming the field that cannot be honoured."""
-    if config.get("model_type") != llama.FAMILY:
-        raise ModelError(
-            f"config.json: model_type is {config.get('model_type')!r}; supported: {llama.FAMILY!r}"
-        )
-    return llama.spec_from_hf(config)
+    model_type = config.get("model_type")
+    if model_type not in _FAMILIES:
+        raise ModelError(f"config.json: model_type is {model_type!r}; supported: {', '.join(sorted(_FAMILIES))}")
+    return _FAMILIES[model_type].spec_from_hf(config)
+
+
+def tensor_map(spec: ModelSpec) -> list[TensorMapping]:
+    """Every tensor of the checkpoint, in file order, and its place in the tree."""
+    return _FAMILIES[spec.family].tensor_map(spec)
+
+
+def is_left_out(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor of a checkpoint is known and deliberately not read: vision and audio towers."""
+    pattern = _FAMILIES[spec.family].left_out
+    return pattern is not None and pattern.fullmatch(name) is not None
+
+
+def tied_head_copy(spec: ModelSpec) -> TensorMapping | None:
+    """The lm_head that some files of tied models carry although it equals the embeddings: None for untied
+    ones.
+    """
+    return head_mapping(spec, "embed") if spec.tied_head else None
+
+
+def buffer_values(spec: ModelSpec, name: str) -> list[np.ndarray] | None:
+    """What a tensor that is no parameter may hold: the rotary frequencies that old versions of
+    transformers saved, before or after scaling. None where `name` is no such buffer.
+    """
+    if not re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
+        return None
+    scaled = inverse_frequencies(spec.rope, spec.head_dim)
+    return [scaled, inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)]
 
 
 def preset_config(model_name: str) -> dict[str, Any]:
@@ -58,9 +112,9 @@ def resolve_config(model_name: str | None, config: dict[str, Any] | None, where:
     if model_name is not None:
         asked, found = (_flat(spec_from_hf(c)) for c in (preset_config(model_name), config))
         differ = [
-            f"{_HF_FIELDS.get(k, k)} is {found[k]} there and {asked[k]} in {model_name}"
+            f"{_HF_FIELDS.get(k, k)} is {found.get(k)} there and {asked[k]} in {model_name}"
             for k in asked
-            if asked[k] != found[k]
+            if asked[k] != found.get(k)
         ]
         if differ:
             raise ModelError(
@@ -72,6 +126,7 @@ def resolve_config(model_name: str | None, config: dict[str, Any] | None, where:
 
 # The names that people know from config.json, where the spec has another.
 _HF_FIELDS = {
+    "family": "model_type",
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -79,11 +134,21 @@ _HF_FIELDS = {
     "d_mlp": "intermediate_size",
     "tied_head": "tie_word_embeddings",
     "max_positions": "max_position_embeddings",
+    "pattern": "layer_types",
+    "window": "sliding_window",
     "rope.theta": "rope_theta",
     "rope.kind": "rope_type",
+    "experts.num_experts": "num_experts",
+    "experts.num_active": "num_experts_per_tok",
+    "experts.d_expert": "moe_intermediate_size",
 }
 
 
 def _flat(spec: ModelSpec) -> dict[str, Any]:
-    fields = dataclasses.asdict(spec)
-    return fields | {f"rope.{k}": v for k, v in fields.pop("rope").items()}
+    """The fields by name, those of rope and experts with a dot. A multimodal checkpoint and one of its text part
+    alone are the same model."""
+    fields = {**dataclasses.asdict(spec), "family": spec.family.removesuffix("_text"), "pattern": spec.pattern}
+    for part in ("rope", "experts"):
+        if fields[part] is not None:
+            fields |= {f"{part}.{k}": v for k, v in fields.pop(part).items()}
+    return fields

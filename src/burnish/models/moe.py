@@ -1,0 +1,80 @@
+"""Mixture of experts, dropless: every token reaches all of its experts, whatever else is in the batch.
+
+Pairs of token and expert are sorted by expert and go through two grouped matrix products (jax.lax.ragged_dot), so a
+token's result depends on no other token. The router is float32. What each expert got is returned for metrics;
+nothing here adds a loss.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from burnish.models.params import Params
+from burnish.models.spec import ModelSpec
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to, of T tokens with A experts each."""
+
+    experts: jax.Array  # (T, A) int32, the most probable first; of equal ones the lower number
+    weights: jax.Array  # (T, A) float32
+    entropy: jax.Array  # (T,) float32, of the distribution over all experts, nats
+
+
+def route(spec: ModelSpec, p: Params, x: jax.Array) -> Routing:
+    """x (T, D), what the router reads, in float32."""
+    assert spec.experts is not None
+    logits = jnp.dot(x, p["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    probs = jnp.exp(logprobs)
+    weights, experts = jax.lax.top_k(probs, spec.experts.num_active)
+    if spec.experts.normalise:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    if "expert_scale" in p:
+        weights = weights * p["expert_scale"].astype(jnp.float32)[experts]
+    return Routing(experts, weights, jax.lax.stop_gradient(-jnp.sum(probs * logprobs, axis=-1)))
+
+
+def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, activation) -> jax.Array:
+    """x (T, D), what the experts read -> (T, D) in x's dtype: the weighted sum of each token's experts."""
+    assert spec.experts is not None
+    T, D = x.shape
+    E, A, F = spec.experts.num_experts, spec.experts.num_active, spec.experts.d_expert
+    chosen = routing.experts.reshape(T * A)
+    order = jnp.argsort(chosen, stable=True)
+    sizes = jnp.bincount(chosen, length=E).astype(jnp.int32)
+    h = jax.lax.ragged_dot(x[order // A], p["expert_gate_up_proj"].astype(x.dtype).reshape(E, D, 2 * F), sizes)
+    h = activation(h[:, :F]) * h[:, F:]
+    h = jax.lax.ragged_dot(h, p["expert_down_proj"].astype(x.dtype), sizes)
+    # Back in the tokens' order, so that a token's experts are summed in one order, the most probable first.
+    h = h[jnp.argsort(order)].reshape(T, A, D)
+    return jnp.sum(h.astype(jnp.float32) * routing.weights[..., None], axis=1).astype(x.dtype)
+
+
+class Load(NamedTuple):
+    """What the routers of M layers did with the tokens that count; adds up over micro-batches."""
+
+    tokens: jax.Array  # (M, E) float32, tokens that each expert got
+    entropy: jax.Array  # (M,) float32, sum over tokens
+
+
+def load_metrics(spec: ModelSpec, load: Load) -> dict[str, jax.Array]:
+    """How evenly the experts were used, over layers: the busiest expert's tokens in multiples of an even share, the
+    share of experts that got none, and the mean entropy of the router (nats; log E is even)."""
+    assert spec.experts is not None
+    routed = jnp.maximum(load.tokens.sum(axis=-1), 1.0)  # (M,)
+    even = routed / spec.experts.num_experts
+    return {
+        "experts/load_max": jnp.max(load.tokens / even[:, None]),
+        "experts/idle": jnp.mean(load.tokens == 0),
+        "experts/router_entropy": jnp.mean(load.entropy * spec.experts.num_active / routed),
+    }
+
+
+def load_of(spec: ModelSpec, routing: Routing, counts: jax.Array) -> Load:
+    """The Load (without the layer axis) of one layer; counts (T,) bool, False at padding."""
+    assert spec.experts is not None
+    weight = jnp.broadcast_to(counts[:, None], routing.experts.shape).astype(jnp.float32)
+    tokens = jnp.zeros(spec.experts.num_experts, jnp.float32).at[routing.experts].add(weight)
+    return Load(tokens, jnp.sum(jnp.where(counts, routing.entropy, 0.0)))
