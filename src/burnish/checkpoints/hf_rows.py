@@ -7,7 +7,7 @@ out and reserves all files first: what does not fit on the disk fails before any
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,17 +127,10 @@ class RowWriter:
         for i, row in enumerate(data):
             _write_at(fd, memoryview(row), at + i * tensor.row_bytes + half * row.nbytes)
 
-    def close(self, sync: bool) -> None:
+    def close(self) -> None:
         for fd in self._fds:
-            if sync:
-                os.fsync(fd)
             os.close(fd)
         self._fds = []
-
-
-def sizes(tensors: Mapping[str, RowTensor]) -> int:
-    """Bytes of all tensors."""
-    return sum(t.nbytes for t in tensors.values())
 
 
 def _reserve(fd: int, size: int, file: Path) -> None:

@@ -84,7 +84,7 @@ class OrbaxReader:
 
     def array(self, name: str) -> ArraySpec:
         store = self._stores[name]
-        chunks = tuple(store.chunk_layout.read_chunk.shape)
+        chunks = tuple(store.chunk_layout.read_chunk.shape or ())
         return ArraySpec(name, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), chunks)
 
     def read(self, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
