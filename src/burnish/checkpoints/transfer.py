@@ -30,7 +30,7 @@ from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor
 from burnish.checkpoints.stream import Stream
 
 PIECE_BYTES = 8 << 20
-WORKING_BYTES = 96 << 20  # for pieces on their way, three copies of each at most
+WORKING_BYTES = 72 << 20  # for pieces on their way, three copies of each at most
 SMALL_LEAF_BYTES = 1 << 20  # a leaf up to this size is put together in memory and written as one chunk
 
 
