@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 from common import machine_facts, measured, summary, write_json
 
-from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
 from burnish.checkpoints.hf_rows import RowTensor, RowWriter
+from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
 
 SHARDS = 8
 LAYER_PARAMS = 218_112_000  # of the shapes below
@@ -135,8 +135,13 @@ def main() -> None:
                 runs["to_hf"].append(conversion(str(root / "mt"), str(root / "back"), "--to", "hf"))
                 for name in ("mt", "back"):
                     shutil.rmtree(root / name)
-                unscanned = ("--to", "maxtext", "scan_layers=false", "checkpoint_storage_use_ocdbt=0",
-                             "checkpoint_storage_use_zarr3=0")
+                unscanned = (
+                    "--to",
+                    "maxtext",
+                    "scan_layers=false",
+                    "checkpoint_storage_use_ocdbt=0",
+                    "checkpoint_storage_use_zarr3=0",
+                )
                 runs["to_maxtext_unscanned"].append(conversion(str(root / "hf"), str(root / "mt"), *unscanned))
                 shutil.rmtree(root / "mt")
     finally:

@@ -102,9 +102,7 @@ def test_orbax_restores_what_is_written(name, source, scanned, ocdbt, zarr3, tmp
     assert set(ours) == {"params", "opt_state", "step"}
     embedding = ours["params"]["params"]["token_embedder"]["embedding"]
     opened = open_maxtext(items)
-    assert np.asarray(embedding).tobytes() == opened.reader.read(
-        "params.params.token_embedder.embedding"
-    ).tobytes()
+    assert np.asarray(embedding).tobytes() == opened.reader.read("params.params.token_embedder.embedding").tobytes()
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,10 @@ def cast(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def is_finite(a: np.ndarray) -> bool:
     """Whether no element of a float32, float16 or bfloat16 array is NaN or infinite."""
-    bits, exponent = {
-        np.dtype(np.float32): (np.uint32, 0x7F800000),
-        np.dtype(np.float16): (np.uint16, 0x7C00),
-        BFLOAT16: (np.uint16, 0x7F80),
-    }[a.dtype]
-    flat = np.ascontiguousarray(a).reshape(-1).view(bits)
-    sign = bits(np.iinfo(bits).max >> 1)
-    return all(
-        int(np.bitwise_and(flat[i : i + _CHUNK], sign).max()) < exponent for i in range(0, flat.size, _CHUNK)
-    )
+    exponent = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}[a.dtype]
+    flat = np.ascontiguousarray(a).reshape(-1).view(f"u{a.dtype.itemsize}")
+    no_sign = flat.dtype.type(np.iinfo(flat.dtype).max >> 1)
+    return all(int(np.bitwise_and(flat[i : i + _CHUNK], no_sign).max()) < exponent for i in range(0, flat.size, _CHUNK))
 
 
 def _times(a: np.ndarray, factor: float) -> np.ndarray:

@@ -37,7 +37,16 @@ from burnish.checkpoints.store import (
     HF_SOURCE as TRAINING_HF_SOURCE,
 )
 from burnish.checkpoints.store import MODEL_PARAMS, complete_imported, find_checkpoint, hf_source_files
-from burnish.checkpoints.transfer import WORKING_BYTES, HfSink, HfSource, MaxTextSink, MaxTextSource, Sink, Source, transfer
+from burnish.checkpoints.transfer import (
+    WORKING_BYTES,
+    HfSink,
+    HfSource,
+    MaxTextSink,
+    MaxTextSource,
+    Sink,
+    Source,
+    transfer,
+)
 from burnish.checkpoints.trees import TreeSink, TreeSource
 from burnish.models.families import resolve_config, spec_from_hf
 from burnish.observe.files import is_local
@@ -139,7 +148,8 @@ def _check_stored(
     found = {t.name for t in stored}
     if len(found) < len(stored):
         names = [t.name for t in stored]
-        raise CheckpointError(f"{directory}: tensors are there twice: {few(sorted({n for n in names if names.count(n) > 1}))}")
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
     if missing := [name for name in expected if name not in found]:
         raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
     text = config.get("text_config", config)
@@ -147,7 +157,9 @@ def _check_stored(
     for t in stored:
         if t.name in expected:
             if t.shape != expected[t.name]:
-                raise CheckpointError(f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}")
+                raise CheckpointError(
+                    f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}"
+                )
             if t.dtype not in DTYPES:
                 raise CheckpointError(
                     f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"

@@ -135,6 +135,5 @@ def conversion_progress(opened: OpenSource, console: Console) -> Iterator[OnProg
         task = progress.add_task("", total=opened.num_bytes)
         yield lambda done, total: progress.update(task, completed=done, total=total)
     seconds = time.perf_counter() - started
-    console.print(f"Converted {opened.num_bytes / 1e9:.2f} GB in {seconds:.1f} s ({opened.num_bytes / 1e9 / seconds:.2f} GB/s)")
-
-
+    gigabytes = opened.num_bytes / 1e9
+    console.print(f"Converted {gigabytes:.2f} GB in {seconds:.1f} s ({gigabytes / seconds:.2f} GB/s)")

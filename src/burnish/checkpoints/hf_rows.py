@@ -57,7 +57,7 @@ class RowReader:
         dtype = DTYPES[stored.dtype]
         row_bytes = (stored.end - stored.start) // stored.shape[0]
         out = np.empty((stop - start, *stored.shape[1:]), dtype)
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = out.reshape(-1).view(np.uint8).data
         done, at = 0, self._at[name] + start * row_bytes
         while done < len(view):
             count = os.preadv(self._files[stored.file], [view[done:]], at + done)
@@ -91,9 +91,7 @@ class RowWriter:
             shards[-1].append(tensor)
             filled += tensor.nbytes
         count = len(shards)
-        names = [
-            SINGLE_FILE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
-        ]
+        names = [SINGLE_FILE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.directory = directory
         self.tensors = {t.name: t for t in tensors}
         self._fds: list[int] = []
@@ -122,10 +120,10 @@ class RowWriter:
         data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
         at += start * tensor.row_bytes
         if half is None:
-            _write_at(fd, memoryview(data.reshape(-1)), at)
+            _write_at(fd, data.reshape(-1).data, at)
             return
         for i, row in enumerate(data):
-            _write_at(fd, memoryview(row), at + i * tensor.row_bytes + half * row.nbytes)
+            _write_at(fd, row.data, at + i * tensor.row_bytes + half * row.nbytes)
 
     def close(self) -> None:
         for fd in self._fds:

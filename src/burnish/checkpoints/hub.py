@@ -87,9 +87,7 @@ def push(directory: Path, repository: str, token: str | None, private: bool, car
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no status"
         why = f"the hub refused it ({status}); {hint}" if status in (401, 403) else f"the hub answered {status}"
-        raise CheckpointError(
-            f"{directory} is exported, but was not uploaded to {repository}: {why}"
-        ) from None
+        raise CheckpointError(f"{directory} is exported, but was not uploaded to {repository}: {why}") from None
     except OSError as error:
         raise CheckpointError(
             f"{directory} is exported, but was not uploaded to {repository}: the hub cannot be reached "

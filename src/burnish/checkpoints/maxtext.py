@@ -136,9 +136,7 @@ def chunk_shape(leaf: Leaf, itemsize: int, piece_bytes: int) -> tuple[int, ...]:
     as fit `piece_bytes`."""
     one_row = math.prod(n for a, n in enumerate(leaf.shape) if a not in leaf.stacked and a != leaf.row_axis)
     count = max(1, min(leaf.shape[leaf.row_axis], piece_bytes // (one_row * itemsize)))
-    return tuple(
-        1 if a in leaf.stacked else count if a == leaf.row_axis else n for a, n in enumerate(leaf.shape)
-    )
+    return tuple(1 if a in leaf.stacked else count if a == leaf.row_axis else n for a, n in enumerate(leaf.shape))
 
 
 def write_checkpoint_metadata(directory: epath.Path, scanned: bool, started_ns: int, done_ns: int) -> None:

@@ -138,18 +138,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def leaves(family: Family, scanned: bool) -> list[Leaf]:
     """Every parameter leaf of the tree, in the order in which the tensors are asked for."""
-    places = family.scanned_places if scanned else _one_by_one(family.num_layers)
-    found = [_leaf("", item, Place("", np.array(0)), lambda _: item.tensor) for item in family.outer_items]
-    for place in places:
+    found = [_leaf("", item, Place("", np.array(0)), "") for item in family.outer_items]
+    for place in family.scanned_places if scanned else _one_by_one(family.num_layers):
         for item in family.layer_items(int(place.layers.flat[0])):
-            found.append(
-                _leaf(
-                    f"{place.prefix}.",
-                    item,
-                    place,
-                    lambda layer, item=item: family.layer_names.format(layer=layer) + item.tensor,
-                )
-            )
+            found.append(_leaf(f"{place.prefix}.", item, place, family.layer_names))
     return found
 
 
@@ -166,23 +158,25 @@ def _natural(name: str) -> tuple[int, list[tuple[int, int, str]]]:
     return first, [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
 
-def _leaf(prefix: str, item: Item, place: Place, name_of: Callable[[int], str]) -> Leaf:
+def _leaf(prefix: str, item: Item, place: Place, layer_names: str) -> Leaf:
     """Stacked axes come second in a leaf (MaxText's param_scan_axis 1), after the experts where those are
     stacked from separate tensors."""
     layers = place.layers
+    names = [
+        (tuple(int(i) for i in index), layer_names.format(layer=int(layer)) + item.tensor)
+        for index, layer in np.ndenumerate(layers)
+    ]
     if item.num_experts is None:
         at = 1 if layers.ndim else 0
         shape = (*item.shape[:at], *layers.shape, *item.shape[at:])
         stacked = tuple(range(at, at + layers.ndim))
-        members = [
-            Member(name_of(int(layer)), tuple(int(i) for i in index)) for index, layer in np.ndenumerate(layers)
-        ]
+        members = [Member(name, index) for index, name in names]
     else:
         shape = (item.num_experts, *layers.shape, *item.shape)
         stacked = tuple(range(1 + layers.ndim))
         members = [
-            Member(name_of(int(layer)).format(expert=expert), (expert, *(int(i) for i in index)))
-            for index, layer in np.ndenumerate(layers)
+            Member(name.format(expert=expert), (expert, *index))
+            for index, name in names
             for expert in range(item.num_experts)
         ]
     return Leaf(prefix + item.leaf, shape, stacked, item, tuple(members))
@@ -258,9 +252,7 @@ def _sandwich_norms(D: int, shift: float = 0.0) -> list[Item]:
     ]
 
 
-def _outer(
-    base: str, V: int, D: int, *, tied: bool, factor: Factor | None = None, shift: float = 0.0
-) -> list[Item]:
+def _outer(base: str, V: int, D: int, *, tied: bool, factor: Factor | None = None, shift: float = 0.0) -> list[Item]:
     items = [
         Item("token_embedder.embedding", f"{base}.embed_tokens.weight", (V, D), (V, D), factor=factor),
         _same("decoder.decoder_norm.scale", f"{base}.norm.weight", D, shift=shift),
@@ -303,9 +295,7 @@ def _llama(config: Mapping[str, Any]) -> Family:
         *_mlp(D, F),
     ]
     tied = bool(config.get("tie_word_embeddings", False))
-    return Family(
-        L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L)
-    )
+    return Family(L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L))
 
 
 def _mixtral(config: Mapping[str, Any]) -> Family:
@@ -321,9 +311,7 @@ def _mixtral(config: Mapping[str, Any]) -> Family:
         _kernel("MoeBlock_0.wo", f"{expert}.w2.weight", D, F, num_experts=E),
     ]
     tied = bool(config.get("tie_word_embeddings", False))
-    return Family(
-        L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L)
-    )
+    return Family(L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L))
 
 
 def _qwen(config: Mapping[str, Any]) -> Family:
@@ -351,9 +339,7 @@ def _qwen(config: Mapping[str, Any]) -> Family:
     else:
         items += _mlp(D, F)
     tied = bool(config.get("tie_word_embeddings", False))
-    return Family(
-        L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L)
-    )
+    return Family(L, "model.layers.{layer}.", lambda _: items, _outer("model", V, D, tied=tied), _stacked(L))
 
 
 GEMMA_PATTERN = 6  # five local layers, then a global one
@@ -454,9 +440,7 @@ def _gemma4(config: Mapping[str, Any]) -> Family:
             Place("decoder.scanned_blocks.global_layer", numbers[:, -1]),
         ]
     outer = _outer(base, V, D, tied=True, factor=Factor(float(np.float32(math.sqrt(D)))))
-    return Family(
-        L, base + ".layers.{layer}.", layer_items, outer, [*places, *_remainder(L, GEMMA_PATTERN)], left_out
-    )
+    return Family(L, base + ".layers.{layer}.", layer_items, outer, [*places, *_remainder(L, GEMMA_PATTERN)], left_out)
 
 
 def _global_heads(text: Mapping[str, Any], layer: int, K: int, N: int) -> tuple[int, int]:

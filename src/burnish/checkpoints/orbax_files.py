@@ -22,7 +22,8 @@ from burnish.observe.files import is_local
 METADATA = "_METADATA"
 COMMIT_SUCCESS = "commit_success.txt"
 
-_CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 4}}
+# Files are synced once, when a whole checkpoint is there.
+_CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 4}, "file_io_sync": False}
 
 
 @dataclass(frozen=True)

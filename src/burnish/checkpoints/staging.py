@@ -17,9 +17,7 @@ from burnish.checkpoints.errors import CheckpointError
 def check_destination(out: Path) -> None:
     """Raises CheckpointError unless `out` is absent or an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            f"{out} exists and is not empty; give another output directory or remove it first"
-        )
+        raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
 
 
 @contextmanager

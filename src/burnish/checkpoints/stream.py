@@ -5,8 +5,9 @@ done. The first error stops everything and is raised; nothing waits for ever.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ class Stream:
         self._pending = 0
         self._error: BaseException | None = None
 
-    def run(self, nbytes: int, read: Callable[[], Any], parts: list[Callable[[Any], None]]) -> None:
+    def run(self, nbytes: int, read: Callable[[], Any], parts: Sequence[Callable[[Any], None]]) -> None:
         """Call `read`, then each of `parts` with what it gave. Waits until `nbytes` are free; work that is
         larger than the whole budget runs alone."""
         held = min(nbytes, self._budget)
@@ -46,7 +47,7 @@ class Stream:
                 finish_part()
 
             for part in parts[1:]:
-                self._submit(lambda part=part: run_part(part))
+                self._submit(partial(run_part, part))
             run_part(parts[0])
 
         self._submit(read_then_fan_out)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,13 +51,13 @@ class Work:
 
     nbytes: int
     read: Callable[[], Any]
-    parts: list[Callable[[Any], Piece]]
+    parts: Sequence[Callable[[Any], Piece]]
 
 
 class Source(Protocol):
     """Where tensors come from."""
 
-    tensors: Mapping[str, RowTensor]
+    tensors: dict[str, RowTensor]
 
     def work(self, sink: "Sink") -> Iterator[Work]:
         """All pieces of all tensors, cut as the sink wants them."""
@@ -77,9 +78,7 @@ class Sink(Protocol):
         """Called from several threads, once for each part of each tensor."""
 
 
-def transfer(
-    source: Source, sink: Sink, on_bytes: Callable[[int], None], num_threads: int | None = None
-) -> None:
+def transfer(source: Source, sink: Sink, on_bytes: Callable[[int], None], num_threads: int | None = None) -> None:
     """Move every tensor. Raises CheckpointError naming the tensor that holds NaN or infinity, and what
     reading and writing raise."""
     threads = num_threads or max(2, min(8, os.cpu_count() or 2))
@@ -95,7 +94,7 @@ def transfer(
 
     with Stream(threads, max(WORKING_BYTES, source.largest_work(sink))) as stream:
         for work in source.work(sink):
-            stream.run(work.nbytes, work.read, [lambda shared, p=part: move(p, shared) for part in work.parts])
+            stream.run(work.nbytes, work.read, [partial(move, part) for part in work.parts])
 
 
 def _pieces(num_rows: int, unit: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -130,9 +129,7 @@ class HfSource:
                 yield Work(3 * (stop - start) * tensor.row_bytes, read, [lambda piece: piece])
 
     def largest_work(self, sink: Sink) -> int:
-        sizes = [
-            min(sink.unit(n), t.shape[0]) * t.row_bytes if t.row_bytes else 0 for n, t in self.tensors.items()
-        ]
+        sizes = [min(sink.unit(n), t.shape[0]) * t.row_bytes if t.row_bytes else 0 for n, t in self.tensors.items()]
         return 3 * max(sizes)
 
 
@@ -190,7 +187,9 @@ class MaxTextSource:
                 yield self._work_of_whole(group, sink)
 
     def largest_work(self, sink: Sink) -> int:
-        whole = [sum(self._arrays[leaf.name].nbytes for leaf in g) for g in self._groups(sink) if not self._by_member(g)]
+        whole = [
+            sum(self._arrays[leaf.name].nbytes for leaf in g) for g in self._groups(sink) if not self._by_member(g)
+        ]
         return max(whole, default=0) + WORKING_BYTES // 2
 
     def _groups(self, sink: Sink) -> list[list[Leaf]]:
@@ -217,11 +216,11 @@ class MaxTextSource:
             chunk = math.lcm(*(rows_per_chunk(leaf, self._arrays[leaf.name].chunks) for leaf in group))
             for start, stop in self._cuts(first, member.tensor, math.lcm(chunk, sink.unit(member.tensor))):
 
-                def read(index: tuple[int, ...] = member.index, start: int = start, stop: int = stop) -> list[np.ndarray]:
+                def read(
+                    index: tuple[int, ...] = member.index, start: int = start, stop: int = stop
+                ) -> list[np.ndarray]:
                     return [
-                        self.checkpoint.reader.read(
-                            self.checkpoint.stored[leaf.name], region(leaf, index, start, stop)
-                        )
+                        self.checkpoint.reader.read(self.checkpoint.stored[leaf.name], region(leaf, index, start, stop))
                         for leaf in group
                     ]
 
@@ -270,7 +269,13 @@ class MaxTextSink:
 
     takes_halves = True
 
-    def __init__(self, writer_of: Callable[[list[ArraySpec]], OrbaxWriter], found: Sequence[Leaf], dtypes: Mapping[str, np.dtype], prefix: str) -> None:
+    def __init__(
+        self,
+        writer_of: Callable[[list[ArraySpec]], OrbaxWriter],
+        found: Sequence[Leaf],
+        dtypes: Mapping[str, np.dtype],
+        prefix: str,
+    ) -> None:
         """`dtypes` has the dtype of each leaf; arrays are named prefix + leaf."""
         self._uses = _uses(found)
         self._dtypes, self._prefix = dtypes, prefix

@@ -50,9 +50,7 @@ class TreeSource:
                     raise CheckpointError(f"{self._checkpoint}: {leaf} is not what was written; it is damaged")
                 return nested({leaf: array})
 
-            parts = [
-                lambda tree, m=m: Piece(m.name, 0, np.ascontiguousarray(m.to_hf(m.slot(tree)))) for m in mappings
-            ]
+            parts = [lambda tree, m=m: Piece(m.name, 0, np.ascontiguousarray(m.to_hf(m.slot(tree)))) for m in mappings]
             largest = max(self.tensors[m.name].nbytes for m in mappings)
             yield Work(self._records[leaf].num_bytes + 2 * largest, read, parts)
 

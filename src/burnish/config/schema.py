@@ -5,11 +5,11 @@ that depend on others (-1, null) are kept as given; `resolved_*` says what they 
 """
 
 import time
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from burnish.config.fields import AllOrCount, OneDevice, Options, option
+from burnish.config.fields import AllOrCount, Options, option
 from burnish.config.groups import (
     AlgorithmOptions,
     ComputeOptions,
