@@ -172,7 +172,7 @@ def test_scan_layers_that_contradicts_the_checkpoint_is_refused(source, tmp_path
     config = ExportConfig(
         load_parameters_path=str(tmp_path / "mt"), base_output_directory=str(tmp_path / "hf"), scan_layers=True
     )
-    with pytest.raises(CheckpointError, match="scan_layers=true, but the layers of .* are one by one"):
+    with pytest.raises(CheckpointError, match=r"scan_layers=true, but the layers of .* are one by one"):
         to_huggingface(config, Console(quiet=True))
 
 

@@ -22,6 +22,7 @@ from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_export import MAX_SHARD_BYTES, SOURCE_FILE, WEIGHT_DTYPES, set_dtype, side_files, write_json
 from burnish.checkpoints.hf_import import read_json, resolve
 from burnish.checkpoints.hf_rows import RowTensor, RowWriter
+from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.maxtext import (
     HF_SOURCE,
     check_leaves,
@@ -47,8 +48,9 @@ from burnish.checkpoints.transfer import (
     Source,
     transfer,
 )
-from burnish.checkpoints.trees import TreeSink, TreeSource
+from burnish.checkpoints.trees import ParamsSink, TreeSink, TreeSource
 from burnish.models.families import resolve_config, spec_from_hf
+from burnish.models.params import Params
 from burnish.observe.files import is_local
 
 Kind = Literal["hf", "maxtext", "training"]
@@ -241,6 +243,41 @@ def _source_dtypes(side: Path, source: Source) -> dict[str, str]:
     return {name: tensor.dtype for name, tensor in source.tensors.items()}
 
 
+# ---- reading into memory ----
+
+
+def maxtext_config_directory(
+    path: str, tokenizer_path: str | None, model_name: str | None, token: str | None
+) -> epath.Path:
+    """The directory with config.json and tokenizer of a MaxText checkpoint: what burnish saved with it, else
+    that of `tokenizer_path`, else the hub's of `model_name`. Raises CheckpointError saying what to give.
+    """
+    saved = open_maxtext(path).hf_source()
+    if saved is not None:
+        return saved
+    if tokenizer_path is not None:
+        directory = resolve(tokenizer_path, token, weights=False)
+        if (directory / "config.json").exists() or model_name is not None:
+            return epath.Path(directory)
+    elif model_name is not None:
+        return epath.Path(resolve(hub_id(model_name), token, weights=False))
+    raise CheckpointError(
+        f"{path} is a MaxText checkpoint without its source's files: give the model's Hugging Face directory or hub "
+        "id with tokenizer_path, or its model_name"
+    )
+
+
+def load_maxtext(path: str, config: Mapping[str, Any], dtype: Any, on_progress: OnProgress | None = None) -> Params:
+    """The parameter tree (NumPy arrays of `dtype`) of a MaxText checkpoint that `config` (its config.json)
+    describes. Raises CheckpointError naming the leaf that does not fit."""
+    checkpoint = open_maxtext(path)
+    source = MaxTextSource(checkpoint, check_leaves(checkpoint, family_of(config)))
+    sink = ParamsSink(spec_from_hf(config), dtype)
+    total = sum(t.nbytes for t in source.tensors.values())
+    transfer(source, sink, _counted(total, on_progress or (lambda done, of: None)))
+    return sink.params
+
+
 # ---- writing ----
 
 
@@ -325,7 +362,7 @@ def write_hf(
             set_dtype(partial / "config.json", weight_dtype)
         writer = RowWriter(partial, tensors, max_shard_bytes)
         try:
-            transfer(opened.source, HfSink(writer), _counted(opened, on_progress))
+            transfer(opened.source, HfSink(writer), _counted(opened.num_bytes, on_progress))
         finally:
             writer.close()
         found = {(t.name, t.dtype, t.shape) for t in list_tensors(partial)}
@@ -345,8 +382,8 @@ class _Rows:
         raise NotImplementedError
 
 
-def _counted(opened: OpenSource, on_progress: OnProgress) -> Callable[[int], None]:
-    total, done = opened.num_bytes, 0
+def _counted(total: int, on_progress: OnProgress) -> Callable[[int], None]:
+    done = 0
     lock = threading.Lock()
 
     def count(nbytes: int) -> None:
@@ -388,7 +425,7 @@ def write_maxtext(
             dtypes,
             "params.params.",
         )
-        transfer(opened.source, sink, _counted(opened, on_progress))
+        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
         sink.writer.write("step", (), np.zeros((), np.int64))
         names = [a.name for a in (*sink.arrays, step)]
         sink.writer.finish({name: tuple(name.split(".")) for name in names}, empty=("opt_state",))
@@ -443,7 +480,7 @@ def write_training(
     with staged(out, disk) as partial:
         checkpoint = epath.Path(partial)
         sink = TreeSink(checkpoint / MODEL_PARAMS, spec, dtypes)
-        transfer(opened.source, sink, _counted(opened, on_progress))
+        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
         records = sink.finish()
         _write_source_files(opened, checkpoint / TRAINING_HF_SOURCE)
         complete_imported(checkpoint, 0, records, {})
