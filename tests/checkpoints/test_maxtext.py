@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from burnish.checkpoints.convert_commands import convert, to_maxtext
+from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.export_command import to_huggingface
 from burnish.checkpoints.maxtext import open_maxtext
 from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
@@ -295,6 +296,22 @@ def test_every_tensor_has_its_place_and_comes_back(name, scanned, tmp_path):
     back = load_file(out / "model.safetensors")
     for n, tensor in tensors.items():
         np.testing.assert_allclose(back[n], tensor, rtol=1e-6, atol=1e-6, err_msg=n)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BASE | {"attention_bias": True}, "attention_bias is true"),
+        (GEMMA3 | {"tie_word_embeddings": False}, "no head of its own"),
+        (GEMMA3 | {"layer_types": ["sliding_attention"] * 8}, "every sixth layer global"),
+        (OTHERS["qwen3_moe"] | {"decoder_sparse_step": 2}, "experts in every layer or in none"),
+        (BASE | {"model_type": "bert"}, "model_type is 'bert'"),
+        ({k: v for k, v in GEMMA3.items() if k != "vocab_size"}, "lacks vocab_size"),
+    ],
+)
+def test_what_maxtext_has_no_layout_for_is_refused_by_name(config, message):
+    with pytest.raises(CheckpointError, match=message):
+        family_of(config)
 
 
 def test_gemma_3_norms_and_embeddings_carry_one_and_the_root_of_the_width(tmp_path):

@@ -49,7 +49,8 @@ from burnish.checkpoints.transfer import (
     transfer,
 )
 from burnish.checkpoints.trees import ParamsSink, TreeSink, TreeSource
-from burnish.models.families import resolve_config, spec_from_hf
+from burnish.models.errors import ModelError
+from burnish.models.families import resolve_config, spec_from_hf, tensor_map
 from burnish.models.params import Params
 from burnish.observe.files import is_local
 
@@ -60,6 +61,15 @@ KIND_WORDS: dict[Kind, str] = {
     "maxtext": "MaxText checkpoint",
     "training": "training checkpoint of burnish",
 }
+
+OTHER_MODALITIES = (
+    "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.multi_modal_projector.",
+)
+"""Prefixes of the tensors of image and audio parts."""
 
 OnProgress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -129,14 +139,21 @@ def _open_hf(path: str, model_name: str | None, token: str | None, stack: ExitSt
     directory = resolve(path, token)
     config = _config(directory, model_name)
     stored = list_tensors(directory)
-    family = family_of(config)
-    expected = hf_tensors(leaves(family, scanned=False))
-    left_out = [t.name for t in stored if t.name.startswith(family.left_out)] if family.left_out else []
-    tensors = _check_stored(directory, stored, expected, set(left_out), config)
+    left_out = [t.name for t in stored if "text_config" in config and t.name.startswith(OTHER_MODALITIES)]
+    tensors = _check_stored(directory, stored, _expected(config), set(left_out), config)
     source = HfSource(tensors)
     stack.callback(source.reader.close)
     dtypes = {t.name: t.dtype for t in tensors}
     return OpenSource("hf", str(directory), source, config, directory, dtypes, left_out)
+
+
+def _expected(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a config.json asks for: as this program's decoder reads them, or
+    as MaxText's tables have them where only those know the model."""
+    try:
+        return {m.name: m.hf_shape for m in tensor_map(spec_from_hf(config))}
+    except ModelError:
+        return hf_tensors(leaves(family_of(config), scanned=False))
 
 
 def _check_stored(

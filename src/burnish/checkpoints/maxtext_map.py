@@ -110,8 +110,7 @@ class Place:
 class Family:
     """A model as MaxText lays it out: where its layers are, and what a layer and the model around it have.
 
-    `layer_names` is the Hugging Face prefix of a layer with `{layer}`; `left_out` are prefixes of tensors
-    that belong to other modalities.
+    `layer_names` is the Hugging Face prefix of a layer with `{layer}`.
     """
 
     num_layers: int
@@ -119,7 +118,6 @@ class Family:
     layer_items: Callable[[int], list[Item]]
     outer_items: list[Item]
     scanned_places: list[Place]
-    left_out: tuple[str, ...] = ()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -130,6 +128,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"config.json: model_type is {kind!r}; MaxText layouts are known of {', '.join(sorted(_FAMILIES))}"
         )
+    text = config.get("text_config", config)
+    for field in ("attention_bias", "mlp_bias"):
+        if text.get(field):
+            raise CheckpointError(f"config.json: {field} is true; MaxText's layers have no such biases")
     try:
         return make(config)
     except KeyError as error:
@@ -284,9 +286,6 @@ def _query_factor(N: int) -> Factor:
 def _llama(config: Mapping[str, Any]) -> Family:
     """Llama and Mistral. MaxText interleaves rotary pairs for Llama 3.1's rope only."""
     L, D, H, K, N, F, V = _sizes(config)
-    for field in ("attention_bias", "mlp_bias"):
-        if config.get(field):
-            raise CheckpointError(f"config.json: {field} is true; MaxText's Llama has no such biases")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     interleaved = (rope.get("rope_type") or rope.get("type")) == "llama3"
     items = [
@@ -345,12 +344,13 @@ def _qwen(config: Mapping[str, Any]) -> Family:
 GEMMA_PATTERN = 6  # five local layers, then a global one
 
 
-def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[str, ...]]:
-    """(text config, prefix of its tensors, prefixes of the other modalities' tensors) of a Gemma."""
-    if "text_config" not in config:
-        return config, "model", ()
-    others = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
-    return config["text_config"], "model.language_model", (*others, "model.multi_modal_projector.")
+def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """(text config, prefix of its tensors) of a Gemma."""
+    text, base = (config["text_config"], "model.language_model") if "text_config" in config else (config, "model")
+    if not config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
+        raise CheckpointError("config.json: tie_word_embeddings is false; MaxText's Gemma has no head of its own")
+    _check_pattern(text)
+    return text, base
 
 
 def _check_pattern(text: Mapping[str, Any]) -> None:
@@ -364,8 +364,7 @@ def _check_pattern(text: Mapping[str, Any]) -> None:
 
 
 def _gemma3(config: Mapping[str, Any]) -> Family:
-    text, base, left_out = _text_part(config)
-    _check_pattern(text)
+    text, base = _text_part(config)
     L, D, H, K, N, F, V = _sizes(text)
     # MaxText's norms multiply by the scale, Gemma 3's by one more than it.
     items = [
@@ -387,13 +386,11 @@ def _gemma3(config: Mapping[str, Any]) -> Family:
         lambda _: items,
         outer,
         [*places, *_remainder(L, GEMMA_PATTERN)],
-        left_out,
     )
 
 
 def _gemma4(config: Mapping[str, Any]) -> Family:
-    text, base, left_out = _text_part(config)
-    _check_pattern(text)
+    text, base = _text_part(config)
     if text.get("hidden_size_per_layer_input"):
         raise CheckpointError(
             "config.json: hidden_size_per_layer_input is set (Gemma 4 E2B, E4B); their MaxText layout is not known here"
@@ -440,7 +437,7 @@ def _gemma4(config: Mapping[str, Any]) -> Family:
             Place("decoder.scanned_blocks.global_layer", numbers[:, -1]),
         ]
     outer = _outer(base, V, D, tied=True, factor=Factor(float(np.float32(math.sqrt(D)))))
-    return Family(L, base + ".layers.{layer}.", layer_items, outer, [*places, *_remainder(L, GEMMA_PATTERN)], left_out)
+    return Family(L, base + ".layers.{layer}.", layer_items, outer, [*places, *_remainder(L, GEMMA_PATTERN)])
 
 
 def _global_heads(text: Mapping[str, Any], layer: int, K: int, N: int) -> tuple[int, int]:
