@@ -37,11 +37,17 @@ from burnish.config.overrides import load_config
 from burnish.config.schema import ConvertConfig
 config = load_config(ConvertConfig, sys.argv[1:], ("source", "destination"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 convert(config, Console(quiet=True))
 seconds = time.perf_counter() - start
+cpu = time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": seconds, "above_baseline_mb": (peak - before) * 1024 / 1e6, "peak_mb": peak * 1024 / 1e6}))
+print(json.dumps({
+    "seconds": seconds,
+    "cpu": cpu,
+    "above_baseline_mb": (peak - before) * 1024 / 1e6,
+    "peak_mb": peak * 1024 / 1e6,
+}))
 """
 
 
@@ -95,15 +101,19 @@ def make_checkpoint(directory: Path, gigabytes: float) -> int:
     return total
 
 
-def synced_copy(source: Path, target: Path) -> float:
-    """Seconds that cp and bringing the copy to the disk take."""
+def synced_copy(source: Path, target: Path) -> dict[str, float]:
+    """Wall and CPU seconds that cp and bringing the copy to the disk take."""
+    before = os.times()
     start = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for file in target.rglob("*"):
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    after = os.times()
+    cpu = sum(getattr(after, n) - getattr(before, n) for n in ("user", "system", "children_user", "children_system"))
+    return {"seconds": seconds, "cpu": cpu}
 
 
 def conversion(*args: str) -> dict[str, float]:
@@ -126,7 +136,7 @@ def main() -> None:
     try:
         total = make_checkpoint(root / "hf", args.gigabytes)
         runs: dict[str, list[dict[str, float]]] = {"to_maxtext": [], "to_hf": [], "to_maxtext_unscanned": []}
-        copies: list[float] = []
+        copies: list[dict[str, float]] = []
         with measured() as usage:
             for _ in range(args.repeats):
                 copies.append(synced_copy(root / "hf", root / "copy"))
@@ -146,19 +156,21 @@ def main() -> None:
                 shutil.rmtree(root / "mt")
     finally:
         shutil.rmtree(root)
-    copy = min(copies)
+    copy = min(c["seconds"] for c in copies)
     result: dict[str, Any] = {
         "machine": machine_facts(),
         "bytes": total,
         "others_cores": usage.others_cores,
         "cp_gb_per_s": total / copy / 1e9,
-        "cp_seconds": summary(copies),
+        "cp_seconds": summary([c["seconds"] for c in copies]),
+        "cp_cpu_s_per_gb": min(c["cpu"] for c in copies) / total * 1e9,
     }
     for name, each in runs.items():
         seconds = min(r["seconds"] for r in each)
         result[name] = {
             "gb_per_s": total / seconds / 1e9,
             "share_of_cp": copy / seconds,
+            "cpu_s_per_gb": min(r["cpu"] for r in each) / total * 1e9,
             "above_baseline_mb": max(r["above_baseline_mb"] for r in each),
             "peak_mb": max(r["peak_mb"] for r in each),
         }
