@@ -18,7 +18,7 @@ import pytest
 from llama_variants import BASE, VARIANTS, random_tensors, variant_config, write_checkpoint
 from safetensors import safe_open
 
-from burnish.checkpoints import hf_export
+from burnish.checkpoints import hf_export, staging
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params
@@ -285,20 +285,21 @@ def test_an_unknown_dtype_is_refused(tmp_path):
 # ---- interrupted exports ----
 
 
-@pytest.mark.parametrize("phase", ["_write_weights", "write_file", "verify", "_sync", "_set_dtype"])
+@pytest.mark.parametrize("phase", ["_write_weights", "write_file", "verify", "_sync_tree", "set_dtype"])
 def test_an_export_that_fails_in_any_phase_leaves_nothing(phase, tmp_path, monkeypatch):
     source, spec, params = source_and_params(tmp_path)
-    real = getattr(hf_export, phase)
+    module = staging if phase == "_sync_tree" else hf_export
+    real = getattr(module, phase)
 
     def fail(*args, **kwargs):
         real(*args, **kwargs)
         raise OSError("disk gone")
 
-    monkeypatch.setattr(hf_export, phase, fail)
+    monkeypatch.setattr(module, phase, fail)
     with pytest.raises(OSError, match="disk gone"):
         export(spec, params, tmp_path / "snapshot", tmp_path / "out", "float32")
     assert nothing_left(tmp_path)
-    monkeypatch.setattr(hf_export, phase, real)
+    monkeypatch.setattr(module, phase, real)
     assert raw_tensors(export(spec, params, tmp_path / "snapshot", tmp_path / "out")) == raw_tensors(source)
 
 

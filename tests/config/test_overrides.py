@@ -4,7 +4,7 @@ import pytest
 
 from burnish.config.errors import ConfigError
 from burnish.config.overrides import load_config
-from burnish.config.schema import EvalConfig, ExportConfig, GenerateConfig, RunConfig
+from burnish.config.schema import ConvertConfig, EvalConfig, ExportConfig, GenerateConfig, RunConfig
 from burnish.errors import BurnishError
 
 
@@ -209,3 +209,13 @@ def test_the_token_comes_from_the_environment_unless_it_is_given(monkeypatch):
             assert cfg.hf_access_token.get_secret_value() == token
     monkeypatch.setenv("HF_TOKEN", "")
     assert run().hf_access_token is None
+
+
+def test_words_without_a_name_fill_the_options_that_a_command_says():
+    positional = ("source", "destination")
+    cfg = load_config(ConvertConfig, ["a", "--to", "hf", "b", "scan_layers=false"], positional)
+    assert (cfg.source, cfg.destination, cfg.to, cfg.scan_layers) == ("a", "b", "hf", False)
+    with pytest.raises(ConfigError, match="c: only source and destination are given without a name"):
+        load_config(ConvertConfig, ["a", "b", "c", "--to=hf"], positional)
+    with pytest.raises(ConfigError, match="destination is required"):
+        load_config(ConvertConfig, ["a", "--to=hf"], positional)

@@ -91,11 +91,15 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
     assert (cfg.learning_rate, cfg.rl.num_generations, cfg.debug, cfg.mu_dtype) == (2e-5, 4, True, "bfloat16")
 
 
-def test_export_of_the_many_host_tutorial_differs_only_in_the_layout_of_layers():
-    with pytest.raises(ConfigError, match=r"^scan_layers=False is not supported yet .*; accepted: true$"):
-        load_config(ExportConfig, WORKFLOW_B_EXPORT)
-    cfg = load_config(ExportConfig, [arg for arg in WORKFLOW_B_EXPORT if not arg.startswith("scan_layers")])
+def test_export_of_the_many_host_tutorial_is_accepted_whole():
+    cfg = load_config(ExportConfig, WORKFLOW_B_EXPORT)
     assert cfg.override_model_architecture
+    assert cfg.scan_layers is False
+
+
+def test_image_parts_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"^use_multimodal=true is not supported yet .*; accepted: false$"):
+        load_config(ExportConfig, [*WORKFLOW_B_EXPORT, "use_multimodal=true"])
 
 
 def test_defaults_are_those_of_the_tutorials():

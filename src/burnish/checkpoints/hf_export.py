@@ -7,9 +7,7 @@ not at all.
 """
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from burnish.checkpoints.safetensors_file import (
     list_tensors,
     write_file,
 )
+from burnish.checkpoints.staging import check_destination, staged
 from burnish.checkpoints.verify import Verification, verify
 from burnish.models.families import TensorMapping, spec_from_hf, tensor_map, tied_head_copy
 from burnish.models.params import ParamInfo, Params, param_infos
@@ -59,19 +58,21 @@ def snapshot_source(src_dir: Path | str, dst_dir: Path | str, model_name: str | 
     dst.mkdir(parents=True, exist_ok=True)
     if any(dst.iterdir()):
         raise CheckpointError(f"{dst} is not empty")
-    for file in _side_files(src):
+    for file in side_files(src):
         shutil.copyfile(file, dst / file.name)
     if not (dst / "config.json").exists():
-        _write_json(dst / "config.json", config)
-    _write_json(dst / SOURCE_FILE, {"tensors": tensors})
+        write_json(dst / "config.json", config)
+    write_json(dst / SOURCE_FILE, {"tensors": tensors})
 
 
-def _side_files(directory: Path) -> list[Path]:
+def side_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint directory that are neither weights nor an index: what an export copies."""
     files = {f for pattern in SIDE_FILES for f in directory.glob(pattern) if f.is_file()}
     return sorted(f for f in files if not f.name.endswith(".index.json") and f.name != SOURCE_FILE)
 
 
-def _write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON object as Hugging Face's libraries do."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -139,10 +140,7 @@ def export(
     snapshot, out = Path(source_snapshot), Path(out_dir).absolute()
     if weight_dtype is not None and weight_dtype not in WEIGHT_DTYPES:
         raise CheckpointError(f"weight_dtype is {weight_dtype!r}; {', '.join(WEIGHT_DTYPES)} are possible")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            f"{out} exists and is not empty; give another output directory or remove it first"
-        )
+    check_destination(out)
     if not (snapshot / SOURCE_FILE).exists():
         raise CheckpointError(
             f"{snapshot} has no {SOURCE_FILE}; an export starts from a snapshot of the source"
@@ -154,38 +152,17 @@ def export(
     _check_tree(spec, params)
     planned = plan_tensors(spec, read_json(snapshot / SOURCE_FILE)["tensors"], weight_dtype, max_shard_bytes)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.burnish-partial-"
-    for sibling in out.parent.iterdir():
-        if sibling.name.startswith(prefix):  # left by an export to this place that was killed
-            shutil.rmtree(sibling)
-    total = sum(t.nbytes for t in planned)
-    free = shutil.disk_usage(out.parent).free
-    needed = total + sum(f.stat().st_size for f in _side_files(snapshot)) + 2**20
-    if free < needed:
-        raise CheckpointError(
-            f"{out.parent} has {free / 1e9:.2f} GB free, the export needs {needed / 1e9:.2f} GB; "
-            "free some space or set base_output_directory to another disk"
-        )
-
-    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-    try:
-        partial.chmod(0o777 & ~_umask())
-        for file in _side_files(snapshot):
+    files = side_files(snapshot)
+    needed = sum(t.nbytes for t in planned) + sum(f.stat().st_size for f in files) + 2**20
+    with staged(out, needed) as partial:
+        for file in files:
             shutil.copyfile(file, partial / file.name)
         if weight_dtype is not None:
-            _set_dtype(partial / "config.json", weight_dtype)
+            set_dtype(partial / "config.json", weight_dtype)
         _write_weights(params, planned, partial, on_progress)
-        verified = verify(
+        return verify(
             partial, spec, params, snapshot / "config.json", {t.mapping.name: t.dtype for t in planned}
         )
-        _sync(*partial.iterdir(), partial)
-        os.rename(partial, out)  # an empty directory may be in its place
-        _sync(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return verified
 
 
 def _check_tree(spec: ModelSpec, params: Params) -> None:
@@ -229,7 +206,7 @@ def _write_weights(
             "metadata": {"total_size": total},
             "weight_map": {t.mapping.name: files[t.shard] for t in planned},
         }
-        _write_json(directory / INDEX_FILE, index)
+        write_json(directory / INDEX_FILE, index)
 
 
 def stored_array(params: Params, mapping: TensorMapping, dtype: str) -> np.ndarray:
@@ -247,26 +224,11 @@ def stored_array(params: Params, mapping: TensorMapping, dtype: str) -> np.ndarr
     return stored
 
 
-def _set_dtype(config_file: Path, weight_dtype: str) -> None:
+def set_dtype(config_file: Path, weight_dtype: str) -> None:
     """Name the new dtype where config.json names one (transformers 4: torch_dtype, 5: dtype); leave the
     file alone when it says so already.
     """
     config = read_json(config_file)
     fields = [f for f in ("torch_dtype", "dtype") if f in config] or ["torch_dtype"]
     if any(config.get(f) != weight_dtype for f in fields):
-        _write_json(config_file, config | dict.fromkeys(fields, weight_dtype))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        write_json(config_file, config | dict.fromkeys(fields, weight_dtype))

@@ -38,9 +38,9 @@ SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*",
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
-    """A local directory for a path or a hub id (`owner/name`), downloading weights, configs and tokenizer
-    if need be.
+def resolve(path_or_hub_id: str, token: str | None = None, weights: bool = True) -> Path:
+    """A local directory for a path or a hub id (`owner/name`), downloading configs and tokenizer, and the
+    weights unless they are not wanted. A download that was cut goes on where it stopped.
 
     Raises CheckpointError that explains: no such directory, no such repository, gated, no network. The
     token is handed to the hub and appears in no message.
@@ -54,6 +54,7 @@ def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
         raise CheckpointError(f"{path_or_hub_id} is no directory on this machine and no hub id (owner/name)")
 
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -70,13 +71,13 @@ def resolve(path_or_hub_id: str, token: str | None = None) -> Path:
             snapshot_download(
                 path_or_hub_id,
                 token=token,
-                allow_patterns=["*.safetensors", *SIDE_FILES],
+                allow_patterns=[*(["*.safetensors"] if weights else []), *SIDE_FILES],
                 ignore_patterns=["*/*", "consolidated*"],
             )
         )
     except GatedRepoError:
         raise CheckpointError(
-            f"{what} it is gated: accept its licence on its hub page with your account, then {hint}"
+            f"{what} it is gated: accept its licence at {ENDPOINT}/{path_or_hub_id} with your account, then {hint}"
         ) from None
     except RepositoryNotFoundError:
         raise CheckpointError(f"{what} it does not exist or is private; if it is private, {hint}") from None

@@ -145,6 +145,28 @@ def iterate(tensors: Sequence[StoredTensor]) -> Iterator[tuple[StoredTensor, np.
                 i += 1
 
 
+def encode_header(layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """What a file of these tensors (name, safetensors dtype, shape), in this order, begins with, and where
+    in the file each tensor's data starts. Wider dtypes must come first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told "pt"
+    starts = {}
+    end = 0
+    for name, dtype, shape in layout:
+        starts[name] = start = end
+        end += int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: len(head) + start for name, start in starts.items()}
+
+
+def data_start(file: Path) -> int:
+    """Where the data of a file begin, in bytes; the header must have been read before."""
+    with file.open("rb") as f:
+        return 8 + int(struct.unpack("<Q", f.read(8))[0])
+
+
 def write_file(
     file: Path, layout: Sequence[tuple[str, str, tuple[int, ...]]], array_of: Callable[[str], np.ndarray]
 ) -> None:
@@ -154,15 +176,9 @@ def write_file(
     (fsync) when this returns.
     """
     layout = sorted(layout, key=lambda entry: -DTYPES[entry[1]].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told "pt"
-    end = 0
-    for name, dtype, shape in layout:
-        start, end = end, end + int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    head, _ = encode_header(layout)
     with file.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
+        f.write(head)
         for name, dtype, shape in layout:
             array = np.ascontiguousarray(array_of(name))
             if array.dtype != DTYPES[dtype] or array.shape != shape:

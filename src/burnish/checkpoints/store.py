@@ -199,6 +199,27 @@ def load_model_params(path: epath.PathLike) -> dict[str, Any]:
         _raise_damaged(checkpoint, e)
 
 
+def model_params_records(checkpoint: epath.Path) -> dict[str, LeafRecord]:
+    """What is recorded of each parameter of a complete checkpoint, by name ("layers/q_proj"). Raises
+    StoreError for a damaged record.
+    """
+    try:
+        return _read_train_state(checkpoint).records[MODEL_PARAMS]
+    except _DamagedError as e:
+        _raise_damaged(checkpoint, e)
+
+
+def complete_imported(
+    checkpoint: epath.Path, step: int, records: Mapping[str, LeafRecord], extra: Mapping[str, Any]
+) -> None:
+    """Makes a directory whose model_params (and hf_source) were written by a conversion a complete
+    checkpoint without optimizer state."""
+    _write_train_state(
+        checkpoint, _TrainState(step, {MODEL_PARAMS: dict(records), OPTIMIZER_STATE: {}}, dict(extra))
+    )
+    _mark_complete(checkpoint)
+
+
 def hf_source_files(path: epath.PathLike) -> epath.Path | None:
     """The directory with the source checkpoint's own files that was saved with the checkpoint, None without
     one.

@@ -18,7 +18,8 @@ _NAME_WIDTH = max(len(info.name) for config in COMMANDS.values() for info in opt
 
 def print_help(command: "Command") -> None:
     console = Console(highlight=False)
-    usage = f"Usage: burnish {command.name} [RECIPE.yaml …] [key=value | --key=value | --key value] …"
+    words = " ".join(command.positional).upper() or "[RECIPE.yaml …]"
+    usage = f"Usage: burnish {command.name} {words} [key=value | --key=value | --key value] …"
     console.print(Text(f"{usage}\n\n{command.summary}\n{command.explanation}\n\nExamples:"))
     for example in command.examples:
         console.print(Text(f"  {example}"), soft_wrap=True)

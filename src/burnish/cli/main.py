@@ -33,6 +33,7 @@ class Command:
     examples: tuple[str, ...]
     function: str  # "module:function", taking the config
     alias: str = ""
+    positional: tuple[str, ...] = ()  # options that words without a name fill
 
 
 COMMANDS = (
@@ -111,6 +112,47 @@ COMMANDS = (
         "burnish.checkpoints.export_command:to_huggingface",
         alias="to_huggingface",
     ),
+    Command(
+        "to-maxtext",
+        "Convert a Hugging Face checkpoint to a MaxText checkpoint.",
+        "Writes base_output_directory/0/items, streamed: memory does not grow with the model.",
+        (
+            "burnish to-maxtext model_name=llama3.1-8b-Instruct base_output_directory=mt-format scan_layers=True",
+            "burnish to-maxtext --hf_model_path=google/gemma-4-26b-a4b-it base_output_directory=mt-format "
+            "scan_layers=False checkpoint_storage_use_zarr3=0 checkpoint_storage_use_ocdbt=0",
+        ),
+        "burnish.checkpoints.convert_commands:to_maxtext",
+        alias="to_maxtext",
+    ),
+    Command(
+        "convert",
+        "Convert any checkpoint to any other kind.",
+        "Recognises what the source is: a Hugging Face directory or hub id, a MaxText checkpoint (scanned or "
+        "not, of to_maxtext or of RL), a training checkpoint.",
+        (
+            "burnish convert meta-llama/Llama-3.1-8B-Instruct mt-format --to maxtext",
+            "burnish convert mt-run/checkpoints/actor/50/model_params hf-trained --to hf "
+            "hf_model_path=meta-llama/Llama-3.1-8B-Instruct",
+        ),
+        "burnish.checkpoints.convert_commands:convert",
+        positional=("source", "destination"),
+    ),
+    Command(
+        "inspect",
+        "Show what a checkpoint holds: its kind, tree, shapes, types, sizes, config and origin.",
+        "Reads headers and metadata only.",
+        ("burnish inspect mt-format", "burnish inspect runs/monday/checkpoints/actor/50"),
+        "burnish.checkpoints.inspect_command:inspect",
+        positional=("path",),
+    ),
+    Command(
+        "compare",
+        "Say where two checkpoints differ.",
+        "Compares tensor by tensor, whatever the kinds; ends with status 1 where they differ.",
+        ("burnish compare exported meta-llama/Llama-3.1-8B-Instruct", "burnish compare mt-format exported"),
+        "burnish.checkpoints.compare_command:compare",
+        positional=("first", "second"),
+    ),
 )
 
 
@@ -125,7 +167,7 @@ class Job:
         from burnish.config.overrides import load_config
         from burnish.config.schema import COMMANDS as CONFIGS
 
-        config = load_config(CONFIGS[self.command.name], self.args)
+        config = load_config(CONFIGS[self.command.name], self.args, self.command.positional)
         # transformers advises to install torch, which nothing here needs.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         # Compiled programs are kept: a second start, and above all a resumed run, does not compile again.

@@ -20,6 +20,7 @@ SECTIONS = (
     "Prompts",
     "Model",
     "Export",
+    "Conversion",
     "Run",
     "Fine-tuning",
     "Data",

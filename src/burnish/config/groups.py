@@ -32,7 +32,7 @@ DirectoryName = Annotated[
 ]
 
 
-class WeightsOptions(Options):
+class HubOptions(Options):
     section: ClassVar[str] = "Model"
 
     model_name: str | None = option(
@@ -42,15 +42,64 @@ class WeightsOptions(Options):
         "compared with it where it has one",
         default_words="from the checkpoint",
     )
-    load_parameters_path: str = option(
-        ...,
-        "The weights to start from: a Hugging Face directory, a hub id, or a training checkpoint "
-        "(…/checkpoints/actor/<step>/model_params)",
-    )
     hf_access_token: SecretStr | None = option(
         None,
         "Hugging Face token for private and gated repositories; never written to disk or shown",
         default_words="environment variable HF_TOKEN",
+    )
+
+
+class WeightsOptions(HubOptions):
+    section: ClassVar[str] = "Model"
+
+    load_parameters_path: str = option(
+        ...,
+        "The weights to start from: a Hugging Face directory, a hub id, a MaxText checkpoint, or a training checkpoint "
+        "(…/checkpoints/actor/<step>/model_params)",
+    )
+
+
+class ConversionOptions(HubOptions):
+    """What conversions share, whatever the direction."""
+
+    section: ClassVar[str] = "Conversion"
+
+    hf_model_path: str | None = option(
+        None,
+        "Hugging Face directory or hub id that config.json, tokenizer and the like are taken from (and, by "
+        "to-maxtext, the weights)",
+        default_words="what was saved with the checkpoint, or model_name's own",
+    )
+    weight_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Type of the written tensors", default_words="each tensor's type in the source checkpoint"
+    )
+    override_model_architecture: bool = option(
+        False, "Where model_name and the checkpoint disagree about the architecture, go by the checkpoint"
+    )
+    use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
+        False, "Convert the model's image and audio parts; false leaves them out and says so"
+    )
+    lazy_load_tensors: Annotated[
+        bool, OneDevice((), "conversions always read tensors piece by piece when they are needed")
+    ] = option(True, "Read tensors when they are needed instead of all at the start")
+    hardware: Annotated[Literal["cpu"], OneDevice(("cpu",), "conversions run on the CPU")] = option(
+        "cpu", "Where the conversion runs"
+    )
+    skip_jax_distributed_system: Annotated[bool, OneDevice((True,), "a conversion is one process")] = option(
+        True, "Run as one process, without starting JAX's distributed system"
+    )
+
+
+class MaxTextStorageOptions(Options):
+    """How a MaxText checkpoint is laid out on disk."""
+
+    section: ClassVar[str] = "Conversion"
+
+    checkpoint_storage_use_zarr3: bool = option(
+        True, "Store arrays as Zarr 3; false is Zarr 2, which Pathways wants"
+    )
+    checkpoint_storage_use_ocdbt: bool = option(
+        True, "Store all arrays in one OCDBT store; false gives each its directory, which Pathways wants"
     )
 
 

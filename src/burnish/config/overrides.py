@@ -27,19 +27,22 @@ _TRUTH_VALUES = {"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", 
 _NULL_TEXTS = {"", "null", "none", "~"}
 
 
-def load_config(cls: type[Config], args: Sequence[str]) -> Config:
+def load_config(cls: type[Config], args: Sequence[str], positional: Sequence[str] = ()) -> Config:
     """The config that `args` ask for. The environment's HF_TOKEN fills hf_access_token where it is not given.
+
+    `positional` names the options that words without a name fill, in order; a command without such options
+    takes these words for recipes.
 
     Raises ConfigError with one line per problem.
     """
     infos = {info.name: info for info in options_of(cls)}
     given: dict[str, Any] = {}
-    for name, value in _assignments(args, cls, infos):
+    for name, value in _assignments(args, cls, infos, positional):
         if name not in infos:
             raise ConfigError(_unknown(name, cls, infos))
         given[name] = _converted(infos[name], value)
     token = os.environ.get("HF_TOKEN")
-    if token and given.get("hf_access_token") is None:
+    if token and "hf_access_token" in infos and given.get("hf_access_token") is None:
         given["hf_access_token"] = token
     try:
         return cls.model_validate(_nested(given))
@@ -48,11 +51,11 @@ def load_config(cls: type[Config], args: Sequence[str]) -> Config:
 
 
 def _assignments(
-    args: Sequence[str], cls: type[CommandConfig], infos: Mapping[str, OptionInfo]
+    args: Sequence[str], cls: type[CommandConfig], infos: Mapping[str, OptionInfo], positional: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
     """(dotted name, value as text, list or mapping) in order; recipes come before everything else."""
     pending: list[tuple[str, Any]] = []
-    rest = list(args)
+    rest, unnamed = list(args), list(positional)
     while rest:
         token = rest.pop(0)
         if match := _ASSIGNMENT.fullmatch(token):
@@ -71,6 +74,10 @@ def _assignments(
         elif token.startswith("-"):
             typed_name = token.partition("=")[0]
             raise ConfigError(f"{typed_name}: options are written key=value, --key=value or --key value")
+        elif unnamed:
+            pending.append((unnamed.pop(0), token))
+        elif positional:
+            raise ConfigError(f"{token}: only {' and '.join(positional)} are given without a name")
         else:
             yield from _flat(_read_recipe(token, infos), "")
     yield from pending

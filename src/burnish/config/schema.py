@@ -5,20 +5,23 @@ that depend on others (-1, null) are kept as given; `resolved_*` says what they 
 """
 
 import time
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from burnish.config.fields import AllOrCount, OneDevice, Options, option
+from burnish.config.fields import AllOrCount, Options, option
 from burnish.config.groups import (
     AlgorithmOptions,
     ComputeOptions,
+    ConversionOptions,
     DataOptions,
     DeviceOptions,
     DirectoryName,
     EngineOptions,
     EvalSamplingOptions,
+    HubOptions,
     LengthOptions,
+    MaxTextStorageOptions,
     ModelOptions,
     OptimizerOptions,
     RewardStackOptions,
@@ -192,29 +195,75 @@ class GenerateConfig(ChatConfig, EngineOptions, TagOptions):
         return self
 
 
-class ExportConfig(CommandConfig, WeightsOptions):
+class ExportConfig(CommandConfig, WeightsOptions, ConversionOptions):
     """Options of to-huggingface."""
 
     section: ClassVar[str] = "Export"
 
     base_output_directory: str = option(..., "Directory to write the Hugging Face checkpoint to; made by the export")
-    weight_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "Type of the written tensors", default_words="each tensor's type in the source checkpoint"
+    scan_layers: bool | None = option(
+        None,
+        "Whether the checkpoint's layers are stacked; where the checkpoint says otherwise, the export is refused",
+        default_words="as the checkpoint has them",
     )
-    override_model_architecture: bool = option(
-        False, "Where model_name and the checkpoint disagree about the architecture, go by the checkpoint"
+    push_to_hub: str | None = option(
+        None, "Repository (owner/name) that the export is uploaded to as well, with a model card; made if missing"
     )
-    scan_layers: Annotated[bool, OneDevice((True,), "training checkpoints hold stacked layers")] = option(
-        True, "The checkpoint's layers are stacked"
+    hub_private: bool = option(True, "Make the repository private where push_to_hub makes it")
+
+
+class ToMaxTextConfig(CommandConfig, ConversionOptions, MaxTextStorageOptions):
+    """Options of to-maxtext."""
+
+    section: ClassVar[str] = "Conversion"
+
+    base_output_directory: str = option(
+        ..., "Directory to write the MaxText checkpoint to, as 0/items; made by the conversion"
     )
-    use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
-        False, "Export the model's image and audio parts"
+    scan_layers: bool = option(True, "Stack the layers, as MaxText does for scanned training")
+
+    @model_validator(mode="after")
+    def _there_is_a_source(self) -> Self:
+        if self.hf_model_path is None and self.model_name is None:
+            raise ValueError("neither hf_model_path nor model_name is given; give the checkpoint to convert")
+        return self
+
+
+class ConvertConfig(CommandConfig, ConversionOptions, MaxTextStorageOptions):
+    """Options of convert."""
+
+    section: ClassVar[str] = "Conversion"
+
+    source: str = option(
+        ...,
+        "What to convert: a Hugging Face directory or hub id, a MaxText checkpoint, or a training checkpoint",
     )
-    hardware: Annotated[Literal["cpu"], OneDevice(("cpu",), "the export runs on the CPU")] = option(
-        "cpu", "Where the export runs"
+    destination: str = option(..., "Directory to write; made by the conversion")
+    to: Literal["hf", "maxtext", "training"] = option(
+        ..., "What to write: a Hugging Face directory, a MaxText checkpoint, or a training checkpoint"
     )
-    skip_jax_distributed_system: Annotated[bool, OneDevice((True,), "the export is one process")] = option(
-        True, "Run as one process, without starting JAX's distributed system"
+    scan_layers: bool = option(True, "Stack the layers of a MaxText checkpoint that is written")
+
+
+class InspectConfig(CommandConfig, HubOptions):
+    """Options of inspect."""
+
+    section: ClassVar[str] = "Conversion"
+
+    path: str = option(..., "Any checkpoint: a directory or a hub id")
+
+
+class CompareConfig(CommandConfig, HubOptions):
+    """Options of compare."""
+
+    section: ClassVar[str] = "Conversion"
+
+    first: str = option(..., "A checkpoint of any kind")
+    second: str = option(..., "The checkpoint to compare it with")
+    hf_model_path: str | None = option(
+        None,
+        "Hugging Face directory or hub id whose config.json describes the two, where neither has one",
+        default_words="that of the checkpoints",
     )
 
 
@@ -239,5 +288,9 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "evaluate": EvalConfig,
     "generate": GenerateConfig,
     "chat": ChatConfig,
+    "to-maxtext": ToMaxTextConfig,
     "to-huggingface": ExportConfig,
+    "convert": ConvertConfig,
+    "inspect": InspectConfig,
+    "compare": CompareConfig,
 }

@@ -1,8 +1,8 @@
 """The model a command starts from: found and described first, its weights read only when they are needed.
 
-`load_parameters_path` may be a Hugging Face directory, a hub id, a training checkpoint, or "builtin" (the embedded
-demonstration model). Everything cheap (config, tokenizer) is read by `open_model`, so that mistakes show before
-gigabytes are read.
+`load_parameters_path` may be a Hugging Face directory, a hub id, a MaxText checkpoint, a training checkpoint, or
+"builtin" (the embedded demonstration model). Everything cheap (config, tokenizer) is read by `open_model`, so that
+mistakes show before gigabytes are read.
 """
 
 import tempfile
@@ -19,6 +19,7 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from burnish.checkpoints.convert import kind_of, load_maxtext, maxtext_config_directory
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import left_out_tensors, load_params, read_config, resolve
 from burnish.checkpoints.store import find_checkpoint, hf_source_files, load_model_params
@@ -36,13 +37,14 @@ BUILTIN = "builtin"
 @dataclass(frozen=True)
 class ModelSource:
     """A model that was found. `directory` holds its config and tokenizer, and its weights unless `checkpoint`, a
-    training checkpoint, has them."""
+    training checkpoint, or `maxtext`, the path of a MaxText checkpoint, has them."""
 
     spec: ModelSpec
     tokenizer: Tokenizer
     directory: Path
     checkpoint: epath.Path | None
     model_name: str | None
+    maxtext: str | None = None
 
     def load(self, dtype: str = "float32", console: Console | None = None) -> Params:
         """The weights as NumPy arrays of `dtype` ("float32" or "bfloat16"), with a progress bar in a terminal."""
@@ -51,6 +53,13 @@ class ModelSource:
         columns = (TextColumn("Reading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console or Console(), transient=True) as progress:
             task = progress.add_task("", total=None)
+            if self.maxtext is not None:
+                return load_maxtext(
+                    self.maxtext,
+                    read_config(self.directory, self.model_name),
+                    jnp.dtype(dtype),
+                    lambda done, total: progress.update(task, completed=done, total=total),
+                )
             _, params = load_params(
                 self.directory,
                 self.model_name,
@@ -65,8 +74,9 @@ class ModelSource:
         unread = left_out_tensors(self.directory, s)
         text_part = f"; text part only: {len(unread)} tensors left out ({unread[0]}, …)" if unread else ""
         return (
-            f"Model: {self.checkpoint or self.directory}: {s.family}, {num_params(s) / 1e6:,.1f} M parameters, "
-            f"{s.num_layers} layers, width {s.d_model}, vocabulary {s.vocab_size:,}{text_part}"
+            f"Model: {self.checkpoint or self.maxtext or self.directory}: {s.family}, "
+            f"{num_params(s) / 1e6:,.1f} M parameters, {s.num_layers} layers, width {s.d_model}, "
+            f"vocabulary {s.vocab_size:,}{text_part}"
         )
 
     @contextmanager
@@ -81,7 +91,14 @@ class ModelSource:
 def open_model(cfg: RunConfig | SFTConfig | EvalConfig | ChatConfig) -> ModelSource:
     """Find the model of the options and read everything but its weights. Raises BurnishError."""
     checkpoint = find_checkpoint(cfg.load_parameters_path)
-    directory = source_directory(cfg) if checkpoint is None else checkpoint_source(checkpoint)
+    path = cfg.load_parameters_path
+    maxtext = path if path != BUILTIN and kind_of(path) == "maxtext" else None
+    if maxtext is not None:
+        directory = local_directory(
+            maxtext_config_directory(maxtext, cfg.tokenizer_path, cfg.model_name, access_token(cfg))
+        )
+    else:
+        directory = source_directory(cfg) if checkpoint is None else checkpoint_source(checkpoint)
     spec = spec_from_hf(read_config(directory, cfg.model_name))
     tokenizer = load_tokenizer(
         cfg.tokenizer_path or directory, cfg.chat_template_path, access_token(cfg), model_path=directory
@@ -96,7 +113,7 @@ def open_model(cfg: RunConfig | SFTConfig | EvalConfig | ChatConfig) -> ModelSou
             f"max_target_length={cfg.max_target_length} is more than the model has positions; give at most "
             f"{spec.max_positions}"
         )
-    return ModelSource(spec, tokenizer, directory, checkpoint, cfg.model_name)
+    return ModelSource(spec, tokenizer, directory, checkpoint, cfg.model_name, maxtext)
 
 
 def source_directory(cfg: WeightsOptions) -> Path:
@@ -117,6 +134,11 @@ def checkpoint_source(checkpoint: epath.Path) -> Path:
         raise BurnishError(
             f"{checkpoint} has no hf_source directory (config.json, tokenizer), without which its model is unknown"
         )
+    return local_directory(source)
+
+
+def local_directory(source: epath.Path) -> Path:
+    """The directory itself, or a copy on this machine of one in an object store."""
     if "://" not in str(source):
         return Path(source)
     local = Path(tempfile.mkdtemp(prefix="burnish-source-"))

@@ -1,0 +1,503 @@
+"""Opens whatever a path names as a source of tensors, and writes tensors as whatever was asked for.
+
+Sources and destinations meet only in the tensors' Hugging Face names, so each kind is read and written in
+one place. Everything that can be refused is refused before the first byte is written: sizes that disagree
+with config.json, an output directory that is not empty, a disk or a memory that is too small.
+"""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from etils import epath
+
+from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.hf_export import MAX_SHARD_BYTES, SOURCE_FILE, WEIGHT_DTYPES, set_dtype, side_files, write_json
+from burnish.checkpoints.hf_import import read_json, resolve
+from burnish.checkpoints.hf_rows import RowTensor, RowWriter
+from burnish.checkpoints.hub import hub_id
+from burnish.checkpoints.maxtext import (
+    HF_SOURCE,
+    check_leaves,
+    find_items,
+    open_maxtext,
+    write_checkpoint_metadata,
+)
+from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
+from burnish.checkpoints.orbax_files import ArraySpec, OrbaxWriter
+from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors
+from burnish.checkpoints.staging import check_destination, staged
+from burnish.checkpoints.store import (
+    HF_SOURCE as TRAINING_HF_SOURCE,
+)
+from burnish.checkpoints.store import MODEL_PARAMS, complete_imported, find_checkpoint, hf_source_files
+from burnish.checkpoints.transfer import (
+    WORKING_BYTES,
+    HfSink,
+    HfSource,
+    MaxTextSink,
+    MaxTextSource,
+    Sink,
+    Source,
+    transfer,
+)
+from burnish.checkpoints.trees import ParamsSink, TreeSink, TreeSource
+from burnish.models.errors import ModelError
+from burnish.models.families import resolve_config, spec_from_hf, tensor_map
+from burnish.models.params import Params
+from burnish.observe.files import is_local
+
+Kind = Literal["hf", "maxtext", "training"]
+
+KIND_WORDS: dict[Kind, str] = {
+    "hf": "Hugging Face checkpoint",
+    "maxtext": "MaxText checkpoint",
+    "training": "training checkpoint of burnish",
+}
+
+OTHER_MODALITIES = (
+    "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.multi_modal_projector.",
+)
+"""Prefixes of the tensors of image and audio parts."""
+
+OnProgress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A checkpoint that was found, compared with its config.json, and can be read.
+
+    `side` is a local directory with config.json and whatever else an export starts from; `left_out` names
+    what the checkpoint holds besides the text model. Close it, or use `open_source` in a with statement.
+    """
+
+    kind: Kind
+    path: str
+    source: Source
+    config: dict[str, Any]
+    side: Path
+    source_dtypes: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    details: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in self.source.tensors.values())
+
+
+def kind_of(path: str) -> Kind:
+    """What a path names. A path that is not there counts as a hub id."""
+    if find_checkpoint(path) is not None:
+        return "training"
+    if find_items(path) is not None:
+        return "maxtext"
+    return "hf"
+
+
+def own_config(path: str) -> str | None:
+    """The directory or hub id whose config.json describes the checkpoint at `path`; None for a MaxText
+    checkpoint that came without."""
+    if kind_of(path) == "hf":
+        return path
+    saved = hf_source_files(path) if find_checkpoint(path) is not None else open_maxtext(path).hf_source()
+    return None if saved is None else str(saved)
+
+
+@contextmanager
+def open_source(
+    path: str, *, model_name: str | None = None, hf_model_path: str | None = None, token: str | None = None
+) -> Iterator[OpenSource]:
+    """Open any checkpoint. `model_name` is compared with config.json (None compares nothing);
+    `hf_model_path` gives config.json and tokenizer where the checkpoint has none.
+
+    Raises CheckpointError or ModelError saying what is wrong with it.
+    """
+    kind = kind_of(path)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="burnish-source-")))
+        if kind == "hf":
+            yield _open_hf(path, model_name, token, stack)
+        elif kind == "maxtext":
+            yield _open_maxtext(path, model_name, hf_model_path, token, scratch)
+        else:
+            yield _open_training(path, model_name, scratch)
+
+
+def _open_hf(path: str, model_name: str | None, token: str | None, stack: ExitStack) -> OpenSource:
+    directory = resolve(path, token)
+    config = _config(directory, model_name)
+    stored = list_tensors(directory)
+    left_out = [t.name for t in stored if "text_config" in config and t.name.startswith(OTHER_MODALITIES)]
+    tensors = _check_stored(directory, stored, _expected(config), set(left_out), config)
+    source = HfSource(tensors)
+    stack.callback(source.reader.close)
+    dtypes = {t.name: t.dtype for t in tensors}
+    return OpenSource("hf", str(directory), source, config, directory, dtypes, left_out)
+
+
+def _expected(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a config.json asks for: as this program's decoder reads them, or
+    as MaxText's tables have them where only those know the model."""
+    try:
+        return {m.name: m.hf_shape for m in tensor_map(spec_from_hf(config))}
+    except ModelError:
+        return hf_tensors(leaves(family_of(config), scanned=False))
+
+
+def _check_stored(
+    directory: Path,
+    stored: list[StoredTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    left_out: set[str],
+    config: Mapping[str, Any],
+) -> list[StoredTensor]:
+    """The tensors to convert, in file order; names, shapes and dtypes are those that config.json asks for."""
+    found = {t.name for t in stored}
+    if len(found) < len(stored):
+        names = [t.name for t in stored]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
+    if missing := [name for name in expected if name not in found]:
+        raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
+    text = config.get("text_config", config)
+    extra = []
+    for t in stored:
+        if t.name in expected:
+            if t.shape != expected[t.name]:
+                raise CheckpointError(
+                    f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}"
+                )
+            if t.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
+                )
+        elif t.name not in left_out and not t.name.endswith("rotary_emb.inv_freq"):
+            if t.name == "lm_head.weight" and text.get("tie_word_embeddings", config.get("tie_word_embeddings")):
+                continue  # a copy of the embeddings
+            extra.append(t.name)
+    if extra:
+        raise CheckpointError(f"{directory}: tensors that config.json has no place for: {few(extra)}")
+    return [t for t in stored if t.name in expected]
+
+
+def _open_maxtext(
+    path: str, model_name: str | None, hf_model_path: str | None, token: str | None, scratch: Path
+) -> OpenSource:
+    checkpoint = open_maxtext(path)
+    saved = checkpoint.hf_source()
+    if hf_model_path is not None:
+        side = resolve(hf_model_path, token)
+    elif saved is not None:
+        side = _local_copy(saved, scratch / "saved")
+    elif model_name is not None:
+        side = scratch / "preset"
+        side.mkdir()
+        write_json(side / "config.json", resolve_config(model_name, None, path))
+    else:
+        raise CheckpointError(
+            f"{path} is a MaxText checkpoint without its source's files: give the Hugging Face directory or hub id of "
+            "the model with hf_model_path (config.json, tokenizer), or its model_name (config.json only)"
+        )
+    config = _config(side, model_name)
+    found = check_leaves(checkpoint, family_of(config))
+    source = MaxTextSource(checkpoint, found)
+    storage = f"{'OCDBT' if checkpoint.reader.use_ocdbt else 'one directory per array'}, "
+    storage += "Zarr 3" if checkpoint.reader.use_zarr3 else "Zarr 2"
+    details = f"layers {'stacked (scanned)' if checkpoint.scanned else 'one by one (unscanned)'}; {storage}"
+    return OpenSource(
+        "maxtext",
+        str(checkpoint.directory),
+        source,
+        config,
+        side,
+        _source_dtypes(side, source),
+        checkpoint.left_out(),
+        details,
+    )
+
+
+def _open_training(path: str, model_name: str | None, scratch: Path) -> OpenSource:
+    checkpoint = find_checkpoint(path)
+    saved = hf_source_files(path)
+    if checkpoint is None or saved is None:
+        raise CheckpointError(f"{path} was saved without its source's files (config.json, tokenizer)")
+    side = _local_copy(saved, scratch / "saved")
+    config = _config(side, model_name)
+    source = TreeSource(checkpoint, spec_from_hf(config))
+    return OpenSource("training", str(checkpoint), source, config, side, _source_dtypes(side, source))
+
+
+def _local_copy(source: epath.Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def _config(directory: Path, model_name: str | None) -> dict[str, Any]:
+    file = directory / "config.json"
+    return resolve_config(model_name, read_json(file) if file.exists() else None, str(directory))
+
+
+def _source_dtypes(side: Path, source: Source) -> dict[str, str]:
+    """The dtypes that the tensors had in the Hugging Face checkpoint they come from, where that is known."""
+    if (side / SOURCE_FILE).exists():
+        noted: dict[str, str] = read_json(side / SOURCE_FILE)["tensors"]
+        if all(name in noted for name in source.tensors):
+            return {name: dtype for name, dtype in noted.items() if name in source.tensors}
+    return {name: tensor.dtype for name, tensor in source.tensors.items()}
+
+
+# ---- reading into memory ----
+
+
+def maxtext_config_directory(
+    path: str, tokenizer_path: str | None, model_name: str | None, token: str | None
+) -> epath.Path:
+    """The directory with config.json and tokenizer of a MaxText checkpoint: what burnish saved with it, else
+    that of `tokenizer_path`, else the hub's of `model_name`. Raises CheckpointError saying what to give.
+    """
+    saved = open_maxtext(path).hf_source()
+    if saved is not None:
+        return saved
+    if tokenizer_path is not None:
+        directory = resolve(tokenizer_path, token, weights=False)
+        if (directory / "config.json").exists() or model_name is not None:
+            return epath.Path(directory)
+    elif model_name is not None:
+        return epath.Path(resolve(hub_id(model_name), token, weights=False))
+    raise CheckpointError(
+        f"{path} is a MaxText checkpoint without its source's files: give the model's Hugging Face directory or hub "
+        "id with tokenizer_path, or its model_name"
+    )
+
+
+def load_maxtext(path: str, config: Mapping[str, Any], dtype: Any, on_progress: OnProgress | None = None) -> Params:
+    """The parameter tree (NumPy arrays of `dtype`) of a MaxText checkpoint that `config` (its config.json)
+    describes. Raises CheckpointError naming the leaf that does not fit."""
+    checkpoint = open_maxtext(path)
+    source = MaxTextSource(checkpoint, check_leaves(checkpoint, family_of(config)))
+    sink = ParamsSink(spec_from_hf(config), dtype)
+    total = sum(t.nbytes for t in source.tensors.values())
+    transfer(source, sink, _counted(total, on_progress or (lambda done, of: None)))
+    return sink.params
+
+
+# ---- writing ----
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a conversion needs, in bytes."""
+
+    disk: int
+    memory: int
+    free_disk: int
+    free_memory: int | None
+
+    def words(self) -> str:
+        memory = "" if self.free_memory is None else f" ({self.free_memory / 1e9:.1f} GB available)"
+        return (
+            f"Needs {self.disk / 1e9:.2f} GB of disk ({self.free_disk / 1e9:.1f} GB free) and about "
+            f"{self.memory / 1e9:.2f} GB of memory{memory}"
+        )
+
+
+def _needs(source: Source, sink: Sink, disk: int, out: Path) -> Needs:
+    place = next(p for p in (out, *out.parents) if p.exists())
+    memory = max(WORKING_BYTES, source.largest_work(sink)) + (100 << 20)
+    return Needs(disk, memory, shutil.disk_usage(place).free, _available_memory())
+
+
+def _available_memory() -> int | None:
+    """Bytes that Linux says can be had without swapping; None elsewhere."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _check_memory(needs: Needs) -> None:
+    if needs.free_memory is not None and needs.memory > needs.free_memory:
+        raise CheckpointError(
+            f"the conversion needs {needs.memory / 1e9:.2f} GB of memory and {needs.free_memory / 1e9:.2f} GB are "
+            "available: its largest stacked array has to be held; use a machine with more memory"
+        )
+
+
+def row_tensors(opened: OpenSource, weight_dtype: str | None) -> list[RowTensor]:
+    """The tensors of a Hugging Face export in the source's order, each with its dtype there or the one
+    that was asked for."""
+    return [
+        RowTensor(
+            name,
+            dtype if weight_dtype is None else WEIGHT_DTYPES[weight_dtype],
+            opened.source.tensors[name].shape,
+        )
+        for name, dtype in opened.source_dtypes.items()
+    ]
+
+
+def write_hf(
+    opened: OpenSource,
+    out: Path,
+    weight_dtype: str | None,
+    on_needs: Callable[[Needs], None],
+    on_progress: OnProgress,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face directory with the source's own files. Raises CheckpointError, leaving
+    nothing behind."""
+    tensors = row_tensors(opened, weight_dtype)
+    files = side_files(opened.side)
+    disk = sum(t.nbytes for t in tensors) + sum(f.stat().st_size for f in files) + 2**20
+    check_destination(out)
+    needs = _needs(opened.source, _Rows(), disk, out)
+    on_needs(needs)
+    _check_memory(needs)
+    with staged(out, disk) as partial:
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
+        if not (partial / "config.json").exists():
+            write_json(partial / "config.json", opened.config)
+        if weight_dtype is not None:
+            set_dtype(partial / "config.json", weight_dtype)
+        writer = RowWriter(partial, tensors, max_shard_bytes)
+        try:
+            transfer(opened.source, HfSink(writer), _counted(opened.num_bytes, on_progress))
+        finally:
+            writer.close()
+        found = {(t.name, t.dtype, t.shape) for t in list_tensors(partial)}
+        if found != {(t.name, t.dtype, t.shape) for t in tensors}:
+            raise CheckpointError(f"{partial} does not read back as it was written")
+
+
+class _Rows:
+    """Cuts as small as a sink may ask for, to reckon with before there is a sink."""
+
+    takes_halves = True
+
+    def unit(self, tensor: str) -> int:
+        return 1
+
+    def write(self, piece: Any) -> None:
+        raise NotImplementedError
+
+
+def _counted(total: int, on_progress: OnProgress) -> Callable[[int], None]:
+    done = 0
+    lock = threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            on_progress(done, total)
+
+    return count
+
+
+def write_maxtext(
+    opened: OpenSource,
+    out: epath.Path,
+    *,
+    scanned: bool,
+    use_zarr3: bool,
+    use_ocdbt: bool,
+    weight_dtype: str | None,
+    on_needs: Callable[[Needs], None],
+    on_progress: OnProgress,
+) -> epath.Path:
+    """Write `<out>/0/items` and, beside it, the source's own files; returns the items' path. Raises
+    CheckpointError, leaving nothing behind (on an object store: nothing that is marked complete)."""
+    found = leaves(family_of(opened.config), scanned)
+    dtypes = {}
+    for leaf in found:
+        widest = max((opened.source.tensors[m.tensor].dtype for m in leaf.members), key=lambda d: DTYPES[d].itemsize)
+        dtypes[leaf.name] = DTYPES[widest if weight_dtype is None else WEIGHT_DTYPES[weight_dtype]]
+    step = ArraySpec("step", (), np.dtype(np.int64), ())
+
+    def write(directory: epath.Path) -> None:
+        started = time.time_ns()
+        sink = MaxTextSink(
+            lambda arrays: OrbaxWriter(
+                directory / "0" / "items", [*arrays, step], use_ocdbt=use_ocdbt, use_zarr3=use_zarr3
+            ),
+            found,
+            dtypes,
+            "params.params.",
+        )
+        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
+        sink.writer.write("step", (), np.zeros((), np.int64))
+        names = [a.name for a in (*sink.arrays, step)]
+        sink.writer.finish({name: tuple(name.split(".")) for name in names}, empty=("opt_state",))
+        _write_source_files(opened, directory / HF_SOURCE)
+        write_checkpoint_metadata(directory / "0", scanned, started, time.time_ns())
+
+    disk = sum(int(np.prod(leaf.shape)) * dtypes[leaf.name].itemsize for leaf in found) + (16 << 20)
+    if not is_local(out):
+        if out.exists() and any(out.iterdir()):
+            raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
+        write(out)
+        return out / "0" / "items"
+    check_destination(Path(out))
+    needs = _needs(opened.source, _Rows(), disk, Path(out))
+    on_needs(needs)
+    _check_memory(needs)
+    with staged(Path(out), disk) as partial:
+        write(epath.Path(partial))
+    return out / "0" / "items"
+
+
+def _write_source_files(opened: OpenSource, directory: epath.Path) -> None:
+    """config.json, tokenizer and the rest, and which dtype each tensor has in the source."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in side_files(opened.side):
+        (directory / file.name).write_bytes(file.read_bytes())
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, content in (("config.json", opened.config), (SOURCE_FILE, {"tensors": opened.source_dtypes})):
+            if not (directory / name).exists():
+                write_json(Path(scratch) / name, content)
+                (directory / name).write_bytes((Path(scratch) / name).read_bytes())
+
+
+def write_training(
+    opened: OpenSource,
+    out: Path,
+    weight_dtype: str | None,
+    on_needs: Callable[[Needs], None],
+    on_progress: OnProgress,
+) -> None:
+    """Write `out` as a training checkpoint without optimizer state, to start runs from."""
+    spec = spec_from_hf(opened.config)
+    dtypes = {
+        name: DTYPES[dtype if weight_dtype is None else WEIGHT_DTYPES[weight_dtype]]
+        for name, dtype in opened.source_dtypes.items()
+    }
+    disk = sum(int(np.prod(t.shape)) * dtypes[n].itemsize for n, t in opened.source.tensors.items()) + (16 << 20)
+    check_destination(out)
+    needs = _needs(opened.source, _Rows(), disk, out)
+    on_needs(needs)
+    _check_memory(needs)
+    with staged(out, disk) as partial:
+        checkpoint = epath.Path(partial)
+        sink = TreeSink(checkpoint / MODEL_PARAMS, spec, dtypes)
+        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
+        records = sink.finish()
+        _write_source_files(opened, checkpoint / TRAINING_HF_SOURCE)
+        complete_imported(checkpoint, 0, records, {})

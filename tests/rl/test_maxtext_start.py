@@ -1,0 +1,40 @@
+"""Runs start from MaxText checkpoints as from the Hugging Face checkpoint that they were made of."""
+
+import shutil
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from burnish.checkpoints.convert_commands import to_maxtext
+from burnish.config.overrides import load_config
+from burnish.config.schema import GenerateConfig, ToMaxTextConfig
+from burnish.errors import BurnishError
+from burnish.rl.loading import open_model
+
+LENGTHS = ("max_prefill_predict_length=72", "max_target_length=96")
+
+
+def opened(path, *options):
+    return open_model(load_config(GenerateConfig, [f"load_parameters_path={path}", *LENGTHS, *options]))
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_maxtext_checkpoint_is_the_model_it_was_made_of(scanned, checkpoint, tmp_path):
+    config = ToMaxTextConfig(
+        hf_model_path=str(checkpoint), base_output_directory=str(tmp_path / "mt"), scan_layers=scanned
+    )
+    items = to_maxtext(config, Console(quiet=True))
+    model, original = opened(items), opened(checkpoint)
+    assert model.spec == original.spec
+    assert str(items) in model.describe()
+    found, want = model.load(), original.load()
+    for name, array in want["layers"].items():
+        # q goes through MaxText's factor 1/√N and back.
+        np.testing.assert_allclose(found["layers"][name], array, rtol=3e-7 if name == "q_proj" else 0)
+    assert np.array_equal(found["embed"], want["embed"])
+
+    shutil.rmtree(tmp_path / "mt" / "hf_source")
+    with pytest.raises(BurnishError, match="with tokenizer_path, or its model_name"):
+        opened(items)
+    assert opened(items, f"tokenizer_path={checkpoint}").spec == original.spec
