@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 MASKED = -1e30
-BLOCK = 64
-"""Tokens of a block: enough for full matrix speed, few enough that blocks stay in cache and few are partly visible."""
+BLOCK = 128
+"""Tokens of a block: large enough for full matrix speed, small enough that few blocks are partly visible."""
 
 PLAIN_UP_TO = 256
 """Rows up to this length are computed whole."""
@@ -39,9 +39,10 @@ def packed_attention(segments: jax.Array, branches: jax.Array) -> Attend:
     Differentiable in reverse mode. Results at padding are finite and meaningless.
     """
     T = segments.shape[1]
-    if T <= PLAIN_UP_TO or T % BLOCK:
+    block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
+    if T <= PLAIN_UP_TO or block is None:
         return plain_attention(segments, branches)
-    return block_attention(segments, branches, BLOCK)
+    return block_attention(segments, branches, block)
 
 
 def plain_attention(segments: jax.Array, branches: jax.Array) -> Attend:
@@ -106,9 +107,9 @@ def block_attention(segments: jax.Array, branches: jax.Array, block: int) -> Att
 
 
 def _chunk(num_blocks: int) -> int:
-    """How many query blocks are worked on at once: a divisor of their number, up to 4. All of them take as many
-    turns as the one that sees most, and what a turn works on should stay in cache."""
-    return max(c for c in range(1, 5) if num_blocks % c == 0)
+    """How many query blocks are worked on at once: a divisor of their number, up to 8, for long batches of
+    products; no more, because all of them take as many turns as the one that sees most."""
+    return max(c for c in range(1, 9) if num_blocks % c == 0)
 
 
 def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:

@@ -1,22 +1,18 @@
 """Fill dense rows with prompts and completions, so that nothing is computed on padding and no prompt twice.
 
 A segment is a prompt (branch 0) followed by its completions (branches 1..), each of which sees the prompt and
-itself; decoder.forward states the rule. Row lengths come from a few buckets (four per octave), so that few shapes
-are ever compiled; of the lengths in the last octave below the limit the one is taken that leaves least padding. A
-group that does not fit in a row is split and its prompt repeated; a single completion is never split.
+itself; decoder.forward states the rule. Segments are spread evenly over the fewest rows that hold them, and the
+row length is rounded up to one of a few buckets (four per octave), so that few shapes are ever compiled. A group
+that does not fit in a row is split and its prompt repeated; a single completion is never split.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from burnish.rl.types import Denominators, PackedBatch, PackedStep
 from burnish.rollout.types import Group
-
-ROW_COST = 32
-"""What another row costs beside its tokens (summing gradients), in tokens."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,8 @@ def pack_segments(
     for segment in segments:
         if len(segment.prompt) == 0 or any(len(c.token_ids) == 0 for c in segment.completions):
             raise ValueError("a prompt and each of its completions need at least one token to be trained on")
-    placed = _assign(segments, max_tokens, rows, max_groups)
-    pieces = [piece for row in placed for piece in row]
+    pieces = [piece for segment in segments for piece in _split(segment, max_tokens)]
+    placed = _assign(pieces, max_tokens, rows, max_groups)
     row_tokens = sum(p.num_tokens for p in pieces)
     length = bucket(max((sum(p.num_tokens for p in row) for row in placed), default=0))
     micro_batches = tuple(_build(placed[i : i + rows], length) for i in range(0, len(placed), rows))
@@ -164,39 +160,33 @@ def _split(segment: Segment, max_tokens: int) -> list[Segment]:
     return pieces
 
 
-def _assign(segments: Sequence[Segment], max_tokens: int, rows: int, max_groups: int | None) -> list[list[Segment]]:
-    """The segments, split where they must be, in rows; a multiple of `rows` of them."""
-    if not segments:
+def _assign(pieces: list[Segment], max_tokens: int, rows: int, max_groups: int | None) -> list[list[Segment]]:
+    """Longest first into the emptiest row, with the number of rows that wastes least after bucketing.
+
+    Evenly filled rows share one bucket; the number of rows is a multiple of `rows`.
+    """
+    if not pieces:
         return []
-    shortest = max(len(s.prompt) + max(len(c.token_ids) for c in s.completions) for s in segments)
-    capacities = {max(max_tokens, shortest)}
-    capacities |= {bucket(n) for n in range(max_tokens // 2, max_tokens) if shortest <= bucket(n) < max_tokens}
-    best: list[list[Segment]] = []
-    best_cost = math.inf
-    for capacity in sorted(capacities, reverse=True):
-        pieces = [piece for segment in segments for piece in _split(segment, capacity)]
-        for placed in _placements(pieces, capacity, rows, max_groups):
-            length = bucket(max(sum(p.num_tokens for p in row) for row in placed))
-            cost = len(placed) * (length + ROW_COST)
-            if cost < best_cost:
-                best, best_cost = placed, cost
-    return best
-
-
-def _placements(
-    pieces: list[Segment], capacity: int, rows: int, max_groups: int | None
-) -> Iterator[list[list[Segment]]]:
-    """The pieces evenly over the fewest rows of `capacity` tokens that hold them, and over one and two steps more."""
-    n = -(-sum(p.num_tokens for p in pieces) // (capacity * rows)) * rows
+    total = sum(p.num_tokens for p in pieces)
+    longest = max(p.num_tokens for p in pieces)
+    capacity = max(max_tokens, longest)
+    n = -(-total // (capacity * rows)) * rows
     if max_groups is not None:
         n = max(n, -(-len(pieces) // max_groups) * rows)
-    found = 0
-    while found < 3:
+    best: list[list[Segment]] | None = None
+    best_size = 0
+    tries = 0
+    while tries < 3:
         placed = _spread(pieces, n, capacity, rows, max_groups)
         n += rows
-        if placed is not None:
-            found += 1
-            yield placed
+        if placed is None:
+            continue
+        tries += 1
+        size = len(placed) * bucket(max(sum(p.num_tokens for p in row) for row in placed))
+        if best is None or size < best_size:
+            best, best_size = placed, size
+    assert best is not None
+    return best
 
 
 def _spread(
@@ -204,18 +194,20 @@ def _spread(
 ) -> list[list[Segment]] | None:
     """Pieces over n rows, the longest first into the emptiest; None if one does not fit."""
     placed: list[list[Segment]] = [[] for _ in range(n)]
-    loads = np.zeros(n)  # infinite where the row's micro-batch has all the groups it may have
-    groups = np.zeros(n // rows, int)
+    loads = [0] * n
+    groups = [0] * (n // rows)
     for piece in sorted(pieces, key=lambda p: -p.num_tokens):
-        row = int(np.argmin(loads))
-        if loads[row] + piece.num_tokens > capacity:
+        open_rows = [
+            i
+            for i in range(n)
+            if loads[i] + piece.num_tokens <= capacity and (max_groups is None or groups[i // rows] < max_groups)
+        ]
+        if not open_rows:
             return None
+        row = min(open_rows, key=lambda i: loads[i])
         placed[row].append(piece)
         loads[row] += piece.num_tokens
-        batch = row // rows
-        groups[batch] += 1
-        if groups[batch] == max_groups:
-            loads[batch * rows : (batch + 1) * rows] = np.inf
+        groups[row // rows] += 1
     return placed
 
 
