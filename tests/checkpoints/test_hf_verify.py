@@ -128,3 +128,15 @@ def test_right_tensors_under_code_that_reads_them_wrong_are_found(exported, monk
 
     monkeypatch.setattr(verify_module, "probe_logits", probe_logits)
     wrong(exported, "logits of the exported model differ")
+
+
+def test_a_model_that_training_has_ruined_is_named_as_such(tmp_path):
+    """Finite weights, so large that the logits are not."""
+    config = variant_config("grouped_query")
+    tensors = random_tensors(config)
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 3e38)
+    tensors["model.embed_tokens.weight"] *= 1e10
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    snapshot_source(source, tmp_path / "snapshot")
+    with pytest.raises(CheckpointError, match="own logits are not finite"):
+        export(*load_params(source), tmp_path / "snapshot", tmp_path / "out")

@@ -163,9 +163,9 @@ def test_model_params_load_from_the_step_and_from_model_params(tmp_path, monkeyp
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
         assert_same_bits(got, params)
     assert store.find_checkpoint("actor/5/model_params/") == store.find_checkpoint(tmp_path / "actor/5")
-    assert store.find_checkpoint("actor") is None
+    assert store.find_checkpoint("elsewhere") is None
     with pytest.raises(StoreError, match="no complete training checkpoint"):
-        store.load_model_params(tmp_path / "actor")
+        store.load_model_params(tmp_path / "elsewhere")
 
 
 def test_the_source_checkpoints_files_travel_along_without_its_weights(tmp_path):

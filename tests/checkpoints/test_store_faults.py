@@ -6,11 +6,13 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -223,3 +225,32 @@ def test_without_atomic_rename_the_marker_alone_decides(directory, monkeypatch):
     save(directory, 2)
     assert check_restorable(directory, (2,))
     assert [p.name for p in directory.iterdir()] == ["2"]
+
+
+def test_the_start_of_a_run_finds_out_that_no_checkpoint_fits(directory, monkeypatch):
+    """The trees are described, not there; what an unfinished save left does not count."""
+    target = TrainingStore(directory, keep=1)
+    params = {"embed": jax.ShapeDtypeStruct((1 << 20, 1 << 12), np.float32)}
+    source = directory.parent / "hf"
+    leftover = directory / "2.tmp-0"
+    leftover.mkdir()
+    target.make_room(params_of(1), state_of(1), source)
+    assert not leftover.exists()
+    free = shutil.disk_usage(directory)._replace(free=15 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(StoreError, match=r"no checkpoint could be saved .*step 1 is intact.*16.02 GiB are needed"):
+        target.make_room(params, {}, source)
+    with pytest.raises(StoreError, match="no earlier one"):
+        TrainingStore(directory.parent / "other" / "actor", keep=1).make_room(params, {}, source)
+
+
+def test_a_run_directory_is_no_checkpoint_and_the_newest_one_in_it_is_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    actor = tmp_path / "run" / "checkpoints" / "actor"
+    for step in (1, 12):
+        TrainingStore(actor, keep=2).save(step, params_of(step), {}, {}, tmp_path / "hf")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", actor):
+        with pytest.raises(StoreError, match=f"holds some.*{actor}/12/model_params"):
+            store.find_checkpoint(path)
+    assert store.find_checkpoint(actor / "1") == actor / "1"
+    assert store.find_checkpoint(tmp_path) is None

@@ -1,7 +1,12 @@
 """Signals ask for a stop; only a second Ctrl-C forces one."""
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 
 import pytest
 
@@ -12,7 +17,7 @@ def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_sets_the_flag_and_nothing_else(signum):
     with stop_on_signals() as stop:
         assert (stop.requested, stop.reason) == (False, "")
@@ -50,3 +55,43 @@ def test_the_handlers_of_before_come_back_also_after_an_error():
 
 def test_the_exit_status_is_the_one_for_try_again():
     assert os.EX_TEMPFAIL == SAVED_FOR_RESTART
+
+
+OUTLIVE_THE_TERMINAL = """
+import sys, time
+from burnish.checkpoints.preemption import stop_on_signals
+with stop_on_signals() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    open(sys.argv[1], "w").write(stop.reason)
+"""
+
+
+def test_a_run_whose_terminal_is_gone_can_still_print_and_save(tmp_path):
+    saved = tmp_path / "saved"
+    terminal, child_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVE_THE_TERMINAL, str(saved)],
+        stdin=child_end,
+        stdout=child_end,
+        stderr=child_end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(child_end)
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert saved.read_text() == "SIGHUP"
+
+
+def test_nohup_stays_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            send(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,5 +1,7 @@
 """A run directory belongs to one run and to one live process."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -111,3 +113,58 @@ def test_of_two_starting_at_once_one_gets_the_directory(tmp_path):
     assert sorted(results.get(timeout=60) for _ in processes) == ["claimed", "refused"]
     for process in processes:
         process.join()
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_the_directory_unused(tmp_path):
+    run = RunDirectory(str(tmp_path), "rl")
+    with run.claim(resume=False):
+        run.config.write_text("seed: 0")
+        run.metrics.write_text("")
+        run.tensorboard.mkdir()
+        (run.tensorboard / "events").write_text("")
+    with run.claim(resume=False):
+        run.metrics.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"already holds a run \(metrics.jsonl\)"):
+        run.claim(resume=False).__enter__()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = RunDirectory(str(tmp_path / "file" / "below"), "rl")
+    with pytest.raises(RunDirectoryError, match="file is no directory"):
+        run.check(resume=False)
+    with pytest.raises(RunDirectoryError, match="cannot be used"):
+        run.claim(resume=False).__enter__()
+
+
+def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(tmp_path))
+    with pytest.raises(RunDirectoryError, match="is not writable"):
+        RunDirectory(str(tmp_path / "runs"), "rl").check(resume=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RunDirectoryError, match="No locks available"):
+        RunDirectory(str(tmp_path), "rl").claim(resume=False).__enter__()
+
+
+def test_an_error_inside_a_claim_stays_what_it_is(tmp_path):
+    with pytest.raises(OSError, match="mine"), RunDirectory(str(tmp_path), "rl").claim(resume=False):
+        raise OSError("mine")
+
+
+def test_object_stores_need_their_package_and_only_one_kind_is_known(monkeypatch):
+    def missing(_):
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(RunDirectory, "contents", missing)
+    for use in (RunDirectory.check, lambda run, resume: run.claim(resume).__enter__()):
+        with pytest.raises(RunDirectoryError, match=r"burnish\[gcs\]"):
+            use(RunDirectory("gs://bucket/runs", "rl"), False)
+    with pytest.raises(RunDirectoryError, match="s3://bucket: give a local directory or gs://"):
+        RunDirectory("s3://bucket", "rl")

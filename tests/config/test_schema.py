@@ -311,3 +311,9 @@ def test_evaluation_of_files_needs_files():
 def test_prompts_of_generate_come_from_one_place():
     with pytest.raises(ConfigError, match="both given"):
         load_config(GenerateConfig, ["load_parameters_path=m", "prompt=a", "prompts_file=b"])
+
+
+@pytest.mark.parametrize("cls", [RunConfig, ExportConfig])
+def test_an_empty_path_is_no_place_for_weights(cls):
+    with pytest.raises(ConfigError, match=r"load_parameters_path= is empty; give a directory"):
+        load_config(cls, ["load_parameters_path=", "base_output_directory=out"])

@@ -148,3 +148,31 @@ def test_data_that_makes_no_batch_is_an_error_that_says_why(make, options, messa
     with pytest.raises(DataError) as error:
         make(**options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (EXAMPLES[:40], "it has 40 rows, and had 50"),
+        ([*EXAMPLES[:10], Example(EXAMPLES[10].question, "0"), *EXAMPLES[11:]], "other questions or answers"),
+        (EXAMPLES[::-1], "other questions or answers"),
+    ],
+    ids=["shorter", "another-answer", "another-order"],
+)
+def test_a_position_in_other_data_is_refused(make, changed, message):
+    pipeline = make()
+    next(pipeline)
+    with pytest.raises(DataError, match=r"hf_train_files") as error:
+        make(examples=changed).restore(pipeline.state())
+    assert message in str(error.value)
+
+
+def test_a_position_holds_for_a_run_that_reads_more_of_the_same_data(make, monkeypatch):
+    monkeypatch.setattr("burnish.data.pipeline._RENDER_AT_ONCE", 4)
+    short, long = make(limit=8), make(limit=24)
+    next(short)
+    assert short.state()["num_read"] < long.state()["num_read"]
+    long.restore(json.loads(json.dumps(short.state())))
+    whole = make()
+    next(whole)
+    assert next(long) == next(whole)

@@ -1,8 +1,10 @@
 """metrics.jsonl reads as if the run had never been interrupted, and holds only what the guide explains."""
 
+import errno
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -153,3 +155,18 @@ def test_the_room_runs_without_jax():
         "burnish.observe.curve, burnish.observe.summary; assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_events_that_cannot_be_written_are_an_error_and_no_endless_wait(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb") as writer:
+        worker = writer._events.file_writer.event_writer._worker
+
+        def full(event):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        monkeypatch.setattr(worker._record_writer, "write_event", full)
+        writer.write(1, {"loss": 1.0})
+        worker.join(timeout=10)
+        with pytest.raises(OSError, match="TensorBoard events cannot be written"):
+            writer.write(2, {"loss": 1.0})

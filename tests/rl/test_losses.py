@@ -154,3 +154,14 @@ def test_gspo_weighs_every_token_by_its_completions_ratio():
 def test_the_penalty_without_reference_logprobs_is_refused():
     with pytest.raises(ValueError, match="reference"):
         value(LossOptions(beta=0.1), jnp.zeros((1, 2)), make_batch([2], [1.0]), Denominators(1.0, 2.0, 2.0))
+
+
+def test_kl_is_never_negative_and_its_gradient_is_right_where_rounding_hides_its_value():
+    d = jnp.asarray(np.concatenate([[0.0, -0.0], np.random.default_rng(0).normal(size=2000) * 1e-4]), jnp.float32)
+    kl = jax.jit(losses.k3)(jnp.zeros_like(d), d)
+    assert (kl >= 0).all()
+    assert not np.signbit(kl).any()
+    exact = np.asarray(d, np.float64)
+    np.testing.assert_allclose(kl, exact**2 / 2, atol=1e-10)
+    gradient = jax.grad(lambda lp: losses.k3(lp, d).sum())(jnp.zeros_like(d))
+    np.testing.assert_allclose(gradient, -np.expm1(exact), rtol=1e-5)

@@ -10,6 +10,7 @@ from tiny_runs import assert_same_run, run_training
 from burnish.errors import BurnishError
 from burnish.observe.metrics import MetricsWriter
 from burnish.rl import train
+from burnish.rl.loading import ModelSource
 
 
 class Cut(Exception):
@@ -145,3 +146,58 @@ def test_a_finished_run_can_be_made_longer(finished, args):
 def test_resume_starts_anew_where_nothing_was_saved(whole_run, cut, args, tmp_path):
     """A scheduler restarts the same command; the first start may have been cut short."""
     assert_same_run(run_with_a_cut(cut, args, tmp_path, 2, "num_test_batches=2"), whole_run)
+
+
+def test_a_longer_run_whose_evaluation_was_cut_can_be_finished(finished, args, monkeypatch):
+    longer = args("finished", "num_test_batches=2", "num_batches=7", "num_epoch=3", "resume=true")
+    evaluate = train._evaluate
+
+    def dying(run, parts, prompts, title):
+        monkeypatch.undo()
+        raise Cut
+
+    monkeypatch.setattr(train, "_evaluate", dying)
+    with pytest.raises(Cut):
+        run_training(*longer)
+    assert train._evaluate is evaluate
+    assert not (finished / "summary.json").exists()
+    assert not (finished / "curve.png").exists()
+    assert run_training(*longer)["steps"] == 7
+    assert (finished / "curve.png").exists()
+
+
+def test_a_run_over_other_data_is_refused(finished, args, questions, tmp_path):
+    rows = questions.read_text().splitlines(keepends=True)
+    longer = ["num_test_batches=2", "num_batches=7", "num_epoch=5", "resume=true"]
+    try:
+        for changed in (rows[:-1], [*rows[:-1], rows[0]]):
+            questions.write_text("".join(changed))
+            with pytest.raises(BurnishError, match=r"training data .*hf_train_files.* is not what the run was started"):
+                run_training(*args("finished", *longer))
+    finally:
+        questions.write_text("".join(rows))
+
+
+def test_files_of_a_run_that_were_damaged_are_named(finished, args):
+    longer = args("finished", "num_test_batches=2", "num_batches=7", "num_epoch=3", "resume=true")
+    config = (finished / "config.yaml").read_text()
+    (finished / "config.yaml").write_text("")
+    with pytest.raises(BurnishError, match=r"config.yaml is empty or damaged"):
+        run_training(*longer)
+    (finished / "config.yaml").write_text(config)
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (finished / "metrics.jsonl").write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
+    with pytest.raises(BurnishError, match=r"metrics.jsonl line 3 is no metrics line: 'garbage'"):
+        run_training(*longer)
+
+
+def test_a_start_that_failed_leaves_the_name_free(args, tmp_path, monkeypatch):
+    def broken(*_):
+        raise BurnishError("the weights are broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelSource, "load", broken)
+        with pytest.raises(BurnishError, match="weights are broken"):
+            run_training(*args("run", "num_batches=1", "seed=1"))
+    assert (tmp_path / "run" / "config.yaml").exists()
+    run_training(*args("run", "num_batches=1"))

@@ -2,10 +2,12 @@
 exits.
 
 A scheduler takes the exit status SAVED_FOR_RESTART as "start me again"; at the terminal a first Ctrl-C asks
-for a save and a second one ends the program at once.
+for a save and a second one ends the program at once. A terminal that goes away (a lost ssh connection) asks too.
 """
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +20,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
+        # Asked now: a terminal that has gone is none any more.
+        self._terminal = [s.fileno() for s in (sys.__stdout__, sys.__stderr__) if s is not None and s.isatty()]
 
     @property
     def requested(self) -> bool:
@@ -31,18 +35,28 @@ class StopFlag:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._signal is signal.SIGINT and signum == signal.SIGINT:
             raise KeyboardInterrupt
+        if signum == signal.SIGHUP:
+            self._drop_terminal()
         if self._signal is None or signum == signal.SIGINT:
             self._signal = signal.Signals(signum)
+
+    def _drop_terminal(self) -> None:
+        """Output to the terminal goes nowhere from here on: it is gone, and a failing print must not cost the save."""
+        for fd in self._terminal:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Inside, the first SIGTERM or SIGINT sets the flag instead of ending the process, further SIGTERMs do
-    nothing and a second SIGINT raises KeyboardInterrupt; on leaving, the handlers of before are back. Main
-    thread only: Python's `signal.signal` raises ValueError elsewhere.
+    """Inside, the first SIGTERM, SIGINT or SIGHUP sets the flag instead of ending the process, further SIGTERMs do
+    nothing and a second SIGINT raises KeyboardInterrupt; on leaving, the handlers of before are back. SIGHUP stays
+    ignored where it was (nohup). Main thread only: Python's `signal.signal` raises ValueError elsewhere.
     """
     flag = StopFlag()
-    before = {s: signal.signal(s, flag._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    before = {s: signal.signal(s, flag._handle) for s in (signal.SIGTERM, signal.SIGINT, *hangup)}
     try:
         yield flag
     finally:

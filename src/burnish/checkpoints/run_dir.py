@@ -24,7 +24,7 @@ _held_locks: set[int] = set()
 
 
 class RunDirectoryError(BurnishError):
-    """A run directory cannot be used: it holds another run, or a live process has it."""
+    """A run directory cannot be used: it holds another run, a live process has it, or it cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class RunDirectory:
         if not self.base_output_directory:
             raise RunDirectoryError(
                 "base_output_directory is empty: give a local directory or gs://bucket/path"
+            )
+        if not is_local(self.base_output_directory) and not self.base_output_directory.startswith("gs://"):
+            raise RunDirectoryError(
+                f"base_output_directory={self.base_output_directory}: give a local directory or gs://bucket/path"
             )
 
     @property
@@ -93,26 +97,52 @@ class RunDirectory:
         return self.path / ".lock"
 
     def contents(self) -> list[str]:
-        """Names of what earlier processes of the run left, sorted; the lock file is nothing."""
+        """Names of what earlier processes of the run left, sorted. What there is of a run that ended before its
+        first step (lock, options, metrics without a line) is nothing.
+        """
         if not self.path.exists():
             return []
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name != self.lock.name)
+        nothing = {self.lock.name, self.config.name, self.tensorboard.name}
+        return sorted(
+            entry.name
+            for entry in self.path.iterdir()
+            if entry.name not in nothing and not (entry.name == self.metrics.name and not entry.stat().length)
+        )
+
+    def check(self, resume: bool) -> None:
+        """What `claim` would find, without making anything: for the start of a command, before it reads data.
+
+        Raises RunDirectoryError when the directory is used and `resume` is false, and when it cannot be made.
+        """
+        with _usable(self.path):
+            self._refuse_used(resume)
+        if not is_local(self.path):
+            return
+        there = Path(self.path)
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.is_dir():
+            raise RunDirectoryError(f"base_output_directory: {self.path} cannot be made, {there} is no directory")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise RunDirectoryError(f"base_output_directory: {self.path} cannot be used, {there} is not writable")
 
     @contextmanager
     def claim(self, resume: bool) -> Iterator[None]:
         """Makes the directory and holds it for this process.
 
         With `resume` an unused directory is fine too: a scheduler restarts the same command, and the first
-        start may have been cut short. Raises RunDirectoryError when it is used and `resume` is false, and
-        when another live process holds it.
+        start may have been cut short. Raises RunDirectoryError when it is used and `resume` is false, when
+        another live process holds it, and when it cannot be made or locked.
         """
-        self._refuse_used(resume)
-        self.path.mkdir(parents=True, exist_ok=True)
+        with _usable(self.path):
+            self._refuse_used(resume)
+            self.path.mkdir(parents=True, exist_ok=True)
         if not is_local(self.path):
             yield
             return
         with _locked(Path(self.lock)):
-            self._refuse_used(resume)  # it may have been used and left since
+            with _usable(self.path):
+                self._refuse_used(resume)  # it may have been used and left since
             yield
 
     def _refuse_used(self, resume: bool) -> None:
@@ -124,19 +154,37 @@ class RunDirectory:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _usable(path: epath.PathLike) -> Iterator[None]:
+    """Turns what a file system or an object store says inside into a RunDirectoryError."""
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-            raise RunDirectoryError(
-                f"{path.parent} is in use by {holder or 'another process'}: "
-                "wait for it, end it or choose another run_name"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    except RunDirectoryError:
+        raise
+    except ImportError as e:
+        raise RunDirectoryError(f"base_output_directory: {path} needs gcsfs; pip install 'burnish[gcs]'") from e
+    except Exception as e:
+        if is_local(path) and not isinstance(e, OSError):
+            raise
+        # Object stores have errors of their own: no such bucket, no credentials, no network.
+        raise RunDirectoryError(f"base_output_directory: {path} cannot be used: {e or type(e).__name__}") from e
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with _usable(path.parent):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with _usable(path.parent):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+                raise RunDirectoryError(
+                    f"{path.parent} is in use by {holder or 'another process'}: "
+                    "wait for it, end it or choose another run_name"
+                ) from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _held_locks.add(fd)
         yield
     finally:

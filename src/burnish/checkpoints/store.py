@@ -144,6 +144,19 @@ class TrainingStore:
         with _explained(f"checkpoint of step {step} is saved, but older ones could not be deleted", step):
             _prune(self.directory, self.keep)
 
+    def make_room(self, params: Any, optimizer_state: Any, hf_source: epath.PathLike) -> None:
+        """For the start of a run: deletes what unfinished saves left, and raises StoreError where the disk has no
+        room for one checkpoint. The trees may be of jax.ShapeDtypeStruct.
+        """
+        trees = {MODEL_PARAMS: named_leaves(params), OPTIMIZER_STATE: named_leaves(optimizer_state)}
+        with _explained(f"no checkpoint could be saved in {self.directory}", self.latest()):
+            if self.directory.exists():
+                _remove_leftovers(self.directory)
+            there = self.directory
+            while is_local(there) and not there.exists():
+                there = there.parent
+            _check_space(there, trees, _non_weight_files(epath.Path(hf_source)))
+
     def restore(
         self, step: int, like_params: Any, like_optimizer_state: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
@@ -173,12 +186,20 @@ class TrainingStore:
 
 def find_checkpoint(path: epath.PathLike) -> epath.Path | None:
     """The complete checkpoint that `path` names (`<step>` or `<step>/model_params`), None when it names
-    none.
+    none. Raises StoreError for a run directory or a directory of checkpoints, naming the newest one.
     """
     candidate = _absolute(path)
     if candidate.name == MODEL_PARAMS:
         candidate = candidate.parent
-    return candidate if (candidate / COMPLETE).exists() and (candidate / TRAIN_STATE).exists() else None
+    if (candidate / COMPLETE).exists() and (candidate / TRAIN_STATE).exists():
+        return candidate
+    for store in (candidate, candidate / "actor", candidate / "checkpoints" / "actor"):
+        if steps := _complete_steps(store):
+            raise StoreError(
+                f"{path} is no checkpoint but holds some; name one of them: "
+                f"the newest is {store / str(steps[-1]) / MODEL_PARAMS}"
+            )
+    return None
 
 
 def load_model_params(path: epath.PathLike) -> dict[str, Any]:
@@ -432,7 +453,7 @@ def _absolute(path: epath.PathLike) -> epath.Path:
 
 
 def _complete_steps(directory: epath.Path) -> list[int]:
-    if not directory.exists():
+    if not directory.is_dir():
         return []
     return sorted(int(e.name) for e in directory.iterdir() if e.name.isdigit() and (e / COMPLETE).exists())
 
@@ -478,7 +499,8 @@ def _sync_path(path: epath.PathLike) -> None:
 
 
 def _num_bytes(leaf: Any) -> int:
-    return leaf.nbytes if hasattr(leaf, "nbytes") else np.asarray(leaf).nbytes
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return array.size * array.dtype.itemsize
 
 
 def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -82,7 +82,13 @@ def verify(
         return np.asarray(mapping.slot(params)).astype(DTYPES[found[mapping.name]])
 
     exported = probe_logits(spec_from_hf(read_json(directory / "config.json")), from_file)
-    difference = _relative(exported, probe_logits(spec, rounded))
+    trained = probe_logits(spec, rounded)
+    if not np.isfinite(trained).all():
+        raise CheckpointError(
+            f"{directory}: the trained model's own logits are not finite, although its weights are: training has "
+            "ruined it; export an earlier checkpoint"
+        )
+    difference = _relative(exported, trained)
     if not difference <= LOGIT_TOLERANCE:
         raise CheckpointError(
             f"{directory}: logits of the exported model differ from the trained model's by {difference:.2g} "

@@ -45,6 +45,13 @@ class CommandConfig(Options):
         """The options as JSON-able values, without secrets; the same class can be built from it again."""
         return self.model_dump(mode="json", exclude={"hf_access_token"})
 
+    @model_validator(mode="after")
+    def _weights_have_a_place(self) -> Self:
+        """An empty path would be the current directory."""
+        if isinstance(self, WeightsOptions) and not self.load_parameters_path.strip():
+            raise ValueError("load_parameters_path= is empty; give a directory, a hub id or a training checkpoint")
+        return self
+
 
 class TrainingConfig(OptimizerOptions, TrainComputeOptions, TrainStepOptions):
     """What the two training commands share: an optimizer that makes a known number of updates."""

@@ -2,9 +2,11 @@
 
 Grain shuffles row numbers (anew each epoch, from one seed); a row is rendered when it is first read, and rows
 whose prompt is too long are passed over. The order thus depends on the seed and the data alone, not on how
-much of the data a run reads, and the state is a position in that order. Batches run across epoch ends.
+much of the data a run reads, and the state is a position in that order, with a fingerprint of the rows read:
+a position in other data is refused. Batches run across epoch ends.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,6 +53,7 @@ class PromptPipeline(Iterator[list[Prompt]]):
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._rendered: dict[int, RenderedPrompt | None] = {}
+        self._fingerprinted = (-1, "")  # of how many rows, and the hash
 
         rows = grain.MapDataset.range(len(examples))
         if train_fraction < 1.0:
@@ -66,7 +69,8 @@ class PromptPipeline(Iterator[list[Prompt]]):
                 if len(examples)
                 else "no data: the data set is empty"
             )
-        self._read(rows, limit)
+        self._rows = rows
+        self._num_read = self._read(rows, limit)
         self.num_dropped = sum(prompt is None for prompt in self._rendered.values())
         self.num_prompts = len(self._rendered) - self.num_dropped
         total = self.num_prompts * num_epochs
@@ -96,21 +100,49 @@ class PromptPipeline(Iterator[list[Prompt]]):
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON-able values. Taken between two batches, it says which batch comes next."""
-        return self._batches.get_state()
+        return {
+            "position": self._batches.get_state(),
+            "num_examples": len(self._examples),
+            "num_read": self._num_read,
+            "fingerprint": self._fingerprint(self._num_read),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a position saved by a pipeline over the same data with the same seed and batch size."""
-        self._batches.set_state(state)
+        """Go to a position saved by a pipeline over the same data with the same seed and batch size. Raises DataError
+        where the data are others than those the position was saved in."""
+        now = len(self._examples)
+        if now != state["num_examples"]:
+            change = f"it has {now:,} rows, and had {state['num_examples']:,} when the checkpoint was saved"
+        elif self._fingerprint(state["num_read"]) != state["fingerprint"]:
+            change = f"its {now:,} rows have other questions or answers than when the checkpoint was saved"
+        else:
+            self._batches.set_state(state["position"])
+            return
+        raise DataError(
+            f"the training data (dataset_name, train_split, hf_train_files) is not what the run was started with: "
+            f"{change}. A position in it means nothing in other data: give the same data, or start a new run"
+        )
 
-    def _read(self, rows: grain.MapDataset, limit: int | None) -> None:
-        """Render rows in order until `limit` fit or all of one epoch are read."""
+    def _fingerprint(self, num_read: int) -> str:
+        """Hash over the first rows of the order."""
+        if self._fingerprinted[0] != num_read:
+            digest = hashlib.blake2b(digest_size=16)
+            for i in range(num_read):
+                example = self._examples[int(self._rows[i])]
+                digest.update(repr((example.question, example.answer, example.prompt)).encode())
+            self._fingerprinted = (num_read, digest.hexdigest())
+        return self._fingerprinted[1]
+
+    def _read(self, rows: grain.MapDataset, limit: int | None) -> int:
+        """Render rows in order until `limit` fit or all of one epoch are read; how many were read."""
         fitting = 0
         for start in range(0, len(rows), _RENDER_AT_ONCE):
             wanted = [int(rows[i]) for i in range(start, min(start + _RENDER_AT_ONCE, len(rows)))]
             self._render(wanted)
             fitting += sum(self._rendered[row] is not None for row in wanted)
             if limit is not None and fitting >= limit:
-                return
+                return start + len(wanted)
+        return len(rows)
 
     def _render(self, rows: list[int]) -> None:
         examples = [self._examples[row] for row in rows]

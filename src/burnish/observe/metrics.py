@@ -5,6 +5,7 @@ the lines beyond the step it resumes from, so that the file reads as if the run 
 """
 
 import difflib
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 from etils import epath
 from tensorboardX import SummaryWriter
 
+from burnish.errors import BurnishError
 from burnish.observe.files import is_local, write_whole
 
 
@@ -102,6 +104,10 @@ METRICS: dict[str, Metric] = {
 }
 
 
+class MetricsError(BurnishError, ValueError):
+    """A metrics.jsonl is not what a run wrote."""
+
+
 def check_names(names: Sequence[str]) -> None:
     """Raises ValueError for a name that METRICS does not list, with the nearest ones."""
     for name in names:
@@ -147,7 +153,9 @@ class MetricsWriter:
         if tensorboard_dir is not None:
             # Events of dropped steps stay in the old files; purge_step makes TensorBoard disregard them.
             purge = None if resume_step is None else resume_step + 1
-            self._events = SummaryWriter(os.fspath(tensorboard_dir), purge_step=purge)
+            # The queue has room for several steps: events are written by a thread, and one that died of a full
+            # disk takes none; `write` then finds it dead instead of waiting for ever.
+            self._events = SummaryWriter(os.fspath(tensorboard_dir), purge_step=purge, max_queue=1000)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes the step's numbers (anything that float() takes). Raises ValueError for a name that
@@ -166,6 +174,8 @@ class MetricsWriter:
             write_whole(self._path, self._text)
         self._last_step = step
         if self._events is not None:
+            if not self._events.file_writer.event_writer._worker.is_alive():
+                raise OSError(errno.ENOSPC, "TensorBoard events cannot be written", str(self._events.logdir))
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
             self._events.flush()
@@ -191,7 +201,7 @@ class MetricsWriter:
 
 def read_metrics(path: epath.PathLike) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl in order. A torn last line, left by a process that was killed while
-    writing it, is left out. Raises ValueError for any other line that is not a JSON object with a step.
+    writing it, is left out. Raises MetricsError for any other line that is not a JSON object with a step.
     """
     lines = epath.Path(path).read_bytes().decode(errors="replace").split("\n")
     rows = []
@@ -201,7 +211,9 @@ def read_metrics(path: epath.PathLike) -> list[dict[str, Any]]:
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{os.fspath(path)} line {number} is no metrics line: {line[:80]!r}") from None
+            raise MetricsError(
+                f"{os.fspath(path)} line {number} is no metrics line: {line[:80]!r}; delete that line to go on"
+            ) from None
         rows.append(row)
     return rows
 

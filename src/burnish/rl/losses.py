@@ -116,8 +116,17 @@ def _policy_loss(
 def k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
     """Schulman's low-variance estimator of KL(policy || reference), r - log r - 1 with r = reference / policy
     (http://joschu.net/blog/kl-approx.html); never negative. The log-ratio is clamped before exp."""
-    log_ratio = jnp.clip(reference - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return jnp.exp(log_ratio) - log_ratio - 1.0
+    return _exp_excess(jnp.clip(reference - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+@jax.custom_jvp
+def _exp_excess(x: jax.Array) -> jax.Array:
+    """exp(x) - x - 1, at least 0 also where rounding is larger than the value; its derivative, exp(x) - 1, is exact
+    there too."""
+    return jnp.maximum(jnp.expm1(x) - x, 0.0)
+
+
+_exp_excess.defjvps(lambda tangent, _, x: jnp.expm1(x) * tangent)
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:

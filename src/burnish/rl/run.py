@@ -5,6 +5,8 @@ are here; what a step does is the loop's.
 """
 
 import dataclasses
+import errno
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -63,6 +65,9 @@ _INCIDENTAL = {
     "debug",
 }
 
+# No room, quota used up, or remounted read-only after an error of the disk.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
 
 class Stopped(Exception):
     """A signal asked the run to stop while a step was under way; the step has changed nothing."""
@@ -99,8 +104,9 @@ class Run:
         BurnishError where nothing is left to do."""
         step = self.store.latest() if self.cfg.resume else None
         if step is None:
+            self._forget_the_end()
             return None
-        if step > self.cfg.num_batches or (step == self.cfg.num_batches and self.directory.summary.exists()):
+        if step > self.cfg.num_batches or (step == self.cfg.num_batches and self._has_ended()):
             raise BurnishError(
                 f"{self.directory.path} has made {step} steps already and nothing is left to do; to train on, give "
                 f"num_batches above {step} (the learning-rate schedule then follows the new number)"
@@ -108,8 +114,48 @@ class Run:
         like = abstract_state(model, updater, self.cfg.weight_dtype)
         params, rest, extra = self.store.restore(step, like.params, dataclasses.replace(like, params={}))
         self.saved_step = step
+        self._forget_the_end()
         self.printer.note(f"Resuming {self.directory.path} from step {step}")
         return Restored(step, dataclasses.replace(rest, params=params), extra)
+
+    def _has_ended(self) -> bool:
+        """Whether the summary is there and is that of all steps, not of a shorter run that is being extended."""
+        try:
+            return json.loads(self.directory.summary.read_text())["steps"] == self.cfg.num_batches
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def _forget_the_end(self) -> None:
+        """Deletes what says how the run ended before it was made longer."""
+        for file in (self.directory.summary, self.directory.curve):
+            file.unlink(missing_ok=True)
+
+    def check_space(self, model: ModelSource, updater: Updater) -> None:
+        """Raises StoreError where checkpoints are to be saved and the disk has no room for one."""
+        if self.cfg.enable_checkpointing and (self.store.latest() or 0) < self.cfg.num_batches:
+            state = abstract_state(model, updater, self.cfg.weight_dtype)
+            self.store.make_room(state.params, dataclasses.replace(state, params={}), self.snapshot)
+
+    def note_skipped(self, step: int, skipped: int) -> None:
+        """Says that updates of a step were skipped, if any were."""
+        if skipped:
+            what = "an update was" if skipped == 1 else f"{skipped} updates were"
+            self.printer.note(f"Step {step}: {what} skipped, the gradient was not finite")
+
+    def ended_badly(self, step: int, state: TrainState) -> bool:
+        """Whether this is the last step and its last update was skipped: the run ends with `ruined` then, and what
+        it came to is not saved."""
+        return step == self.cfg.num_batches and int(state.skipped_in_a_row) > 0
+
+    def ruined(self, state: TrainState) -> BurnishError:
+        """The error with which a run ends whose last updates were skipped."""
+        saved = [f"the newest is {self.directory.checkpoints / str(s)}" for s in self.store.steps()[-1:]]
+        return BurnishError(
+            f"the gradient was not finite in the last {int(state.skipped_in_a_row)} updates: the update before them "
+            "has probably ruined the weights. They are not saved; of the checkpoints saved before, "
+            f"{saved[0] if saved else 'there is none'}. Lower learning_rate, set gradient_clipping_threshold, "
+            "or use dtype=float32"
+        )
 
     def save(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> float:
         """Saves the state after `step` steps, if it is not saved already; the seconds that took."""
@@ -158,11 +204,13 @@ class Run:
 
 @contextmanager
 def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
-    """Claims the run directory and writes the options into it. Raises BurnishError when it is in use or used, and
-    when a resumed run's options are not those it was started with."""
+    """Claims the run directory and writes the options into it. Raises BurnishError when it is in use or used, when
+    a resumed run's options are not those it was started with, and when the disk is full or read-only, then or at any
+    time inside."""
     directory = RunDirectory(cfg.base_output_directory, cfg.run_name)
     with ExitStack() as stack:
         stack.enter_context(directory.claim(cfg.resume))
+        stack.enter_context(_disk_errors_explained(cfg, directory))
         stop = stack.enter_context(stop_on_signals())
         snapshot = stack.enter_context(model.snapshot())
         printer = stack.enter_context(StepPrinter(cfg.num_batches))
@@ -172,12 +220,27 @@ def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
         yield Run(cfg, directory, store, stop, printer, snapshot)
 
 
+@contextmanager
+def _disk_errors_explained(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in _DISK_ERRORS:
+            raise
+        steps = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep).steps()
+        safe = f"the checkpoint of step {steps[-1]} is safe" if steps else "no checkpoint was saved yet"
+        raise BurnishError(
+            f"{e.filename or directory.path}: {e.strerror}: the run cannot be written any more; {safe}. Once there is "
+            f"room in {directory.path} go on with run_name={cfg.run_name} resume=true"
+        ) from e
+
+
 def _keep_config(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> list[str]:
     """Writes config.yaml; for a resumed run, what has changed since it was started."""
     options = {k: v for k, v in cfg.public_dump().items() if k != "resume"}  # a recipe is for a run of its own
     notes = []
-    if cfg.resume and directory.config.exists():
-        before = yaml.safe_load(directory.config.read_text())
+    if cfg.resume and directory.contents() and directory.config.exists():
+        before = _read_config(directory)
         changed = {k for k in options if k not in _INCIDENTAL and before.get(k) != options[k]}
         if fixed := sorted(changed & set(_FIXED)):
             was = ", ".join(f"{k}={before.get(k)} (now {options[k]})" for k in fixed)
@@ -188,6 +251,19 @@ def _keep_config(cfg: RunConfig | SFTConfig, directory: RunDirectory) -> list[st
     header = f"# The options of this run (burnish {__version__}), usable as a recipe: burnish <command> config.yaml\n"
     write_whole(directory.config, header + yaml.safe_dump(options, sort_keys=True, allow_unicode=True))
     return notes
+
+
+def _read_config(directory: RunDirectory) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(directory.config.read_text())
+    except (yaml.YAMLError, ValueError):
+        options = None
+    if not isinstance(options, dict):
+        raise BurnishError(
+            f"{directory.config} is empty or damaged, so that nobody knows what the run was started with; "
+            "delete it to resume with the options given now"
+        )
+    return options
 
 
 def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> TrainState:

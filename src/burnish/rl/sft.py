@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from burnish.checkpoints.run_dir import RunDirectory
 from burnish.config.describe import describe_batch
 from burnish.config.schema import SFTConfig
 from burnish.data import sources
@@ -25,6 +26,7 @@ from burnish.rl.update import Updater
 
 def sft(cfg: SFTConfig) -> dict[str, Any]:
     """Run the whole fine-tuning and return its summary. Raises BurnishError for what is the user's to fix."""
+    RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
     model = open_model(cfg)
     data, tags = setup.data_options(cfg), setup.tags(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_demonstrations(data, "train", tags))
@@ -37,6 +39,7 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
         for line in (model.describe(), *arithmetic.splitlines()):
             run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg))
+        run.check_space(model, updater)
         restored = run.restore(model, updater)
         if restored is None:
             state, start = updater.init(on_device(_weights(cfg, model))), 0
@@ -80,12 +83,17 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                         "tokens_per_second/update": packed.row_tokens / seconds,
                         "compilations": updater.num_compilations,
                     }
-                    saving = run.save(step, state, saved(pipeline.state())) if run.is_due(step) else 0.0
+                    ended_badly = run.ended_badly(step, state)
+                    run.note_skipped(step, int(int(state.skipped_in_a_row) > 0))
+                    due = run.is_due(step) and not ended_badly
+                    saving = run.save(step, state, saved(pipeline.state())) if due else 0.0
                     metrics["seconds/checkpoint"] = saving
                     metrics["seconds/step"] += saving
                     writer.write(step, metrics)
                     if step % cfg.log_period == 0 or step == cfg.num_batches:
                         run.printer.step(step, metrics)
+                    if ended_badly:
+                        raise run.ruined(state)
             except Stopped:
                 done = max(step - 1, start)
                 if done:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from burnish.checkpoints.run_dir import RunDirectory
 from burnish.config.describe import describe_batch, notes
 from burnish.config.schema import RunConfig
 from burnish.data import sources
@@ -87,6 +88,7 @@ def train(cfg: RunConfig) -> dict[str, Any]:
 
 def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
+    RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
     model = open_model(cfg)
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
@@ -104,6 +106,7 @@ def run_training(cfg: RunConfig) -> Outcome:
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
         engine = setup.make_engine(model, cfg, longest, max_slots, cfg.dtype)
+        run.check_space(model, updater)
         restored = run.restore(model, updater)
         initial: Params | None = None
         if restored is None or cfg.rl.grpo_beta:
@@ -186,14 +189,17 @@ def _run(
                 run.check_stop()
                 with run.profiled(step, start + 1):
                     state, metrics = _step(run, parts, state, step, next(pipeline))
-                seconds = 0.0
-                if run.is_due(step):
+                run.note_skipped(step, int(metrics["nonfinite_updates"]))
+                seconds, ended_badly = 0.0, run.ended_badly(step, state)
+                if run.is_due(step) and not ended_badly:
                     seconds = run.save(step, state, saved(pipeline.state()))
                 metrics["seconds/checkpoint"] = seconds
                 metrics["seconds/step"] += seconds
                 writer.write(step, metrics)
                 if step % cfg.log_period == 0 or step == cfg.num_batches:
                     printer.step(step, metrics)
+                if ended_badly:
+                    raise run.ruined(state)
         except Stopped:
             done = max(step - 1, start)
             if done:
