@@ -59,9 +59,7 @@ class MatmulRate:
 
     numpy_gflops: float
     jax_gflops: float
-    numpy_gflops_per_cpu_s: (
-        float  # 10⁹ FLOP per CPU second: less disturbed by a busy machine than the wall rate
-    )
+    numpy_gflops_per_cpu_s: float  # 10⁹ FLOP per CPU second: less disturbed by a busy machine than the wall rate
     jax_gflops_per_cpu_s: float
 
     @property

@@ -45,18 +45,14 @@ def convert(gguf: Path, output: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     text, ids = PROBE
     if tokenizer(text)["input_ids"] != ids:
-        raise SystemExit(
-            f"the tokenizer of {gguf} gives {tokenizer(text)['input_ids']} for {text!r}, not {ids}"
-        )
+        raise SystemExit(f"the tokenizer of {gguf} gives {tokenizer(text)['input_ids']} for {text!r}, not {ids}")
 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=Path, help="the GGUF file")
     parser.add_argument("output", type=Path, help="directory to write")
     arguments = parser.parse_args()

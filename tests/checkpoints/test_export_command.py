@@ -35,9 +35,7 @@ def run(tmp_path):
 
 def convert(tmp_path, path, **options):
     text = io.StringIO()
-    config = ExportConfig(
-        load_parameters_path=str(path), base_output_directory=str(tmp_path / "hf"), **options
-    )
+    config = ExportConfig(load_parameters_path=str(path), base_output_directory=str(tmp_path / "hf"), **options)
     out = to_huggingface(config, Console(file=text, width=200))
     assert out == tmp_path / "hf"
     return out, text.getvalue()

@@ -175,9 +175,7 @@ def test_a_snapshot_of_a_snapshot_and_an_export_of_an_export_are_the_same(tmp_pa
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
     out = export(spec, params, tmp_path / "again", tmp_path / "out")
     snapshot_source(out, tmp_path / "third")
-    assert raw_tensors(export(*load_params(out), tmp_path / "third", tmp_path / "out2")) == raw_tensors(
-        source
-    )
+    assert raw_tensors(export(*load_params(out), tmp_path / "third", tmp_path / "out2")) == raw_tensors(source)
 
 
 def test_a_model_without_config_is_exported_with_that_of_its_preset(tmp_path, monkeypatch):
@@ -200,9 +198,7 @@ def test_a_model_that_never_had_weights_is_exported_in_float32(tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "name", ["all_biases_tied", "llama3_rope_new_place", "head_dim_not_width_over_heads"]
-)
+@pytest.mark.parametrize("name", ["all_biases_tied", "llama3_rope_new_place", "head_dim_not_width_over_heads"])
 def test_transformers_loads_the_export_and_computes_the_same(name, tmp_path):
     pytest.importorskip("torch")
     from llama_variants import probe_tokens

@@ -182,9 +182,7 @@ def test_an_index_that_lists_what_no_shard_holds_is_an_error(tmp_path):
 
 
 def test_an_index_that_names_the_wrong_shard_is_an_error(tmp_path):
-    path = edit_index(
-        checkpoint(tmp_path, shards=3), lambda m: m.update({Q0: "model-00003-of-00003.safetensors"})
-    )
+    path = edit_index(checkpoint(tmp_path, shards=3), lambda m: m.update({Q0: "model-00003-of-00003.safetensors"}))
     damaged(path, "not in the shard", Q0)
 
 

@@ -104,9 +104,7 @@ def test_truncation_is_found(exported):
     wrong(exported, "truncated", "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("weight_dtype", "ulp"), [("float32", 0.0), ("float16", 2**-11), ("bfloat16", 2**-8)]
-)
+@pytest.mark.parametrize(("weight_dtype", "ulp"), [("float32", 0.0), ("float16", 2**-11), ("bfloat16", 2**-8)])
 def test_the_effect_of_rounding_is_measured(weight_dtype, ulp, tmp_path):
     source = write_checkpoint(tmp_path / "source", BASE, random_tensors(BASE))
     snapshot_source(source, tmp_path / "snapshot")

@@ -35,9 +35,7 @@ def make_params(seed: int = 0) -> dict[str, Any]:
 
 
 def make_optimizer_state(params: Any) -> Any:
-    moments = Moments(
-        jnp.int32(7), jax.tree.map(lambda p: (p * 0.5).astype(jnp.bfloat16), params), optax.EmptyState()
-    )
+    moments = Moments(jnp.int32(7), jax.tree.map(lambda p: (p * 0.5).astype(jnp.bfloat16), params), optax.EmptyState())
     return (
         moments,
         {"key_data": jax.random.key_data(jax.random.key(3)), "scale": 1.5, "calls": np.int32(4)},
@@ -143,9 +141,7 @@ def test_steps_must_grow(tmp_path):
     target = TrainingStore(tmp_path, keep=2)
     save(target, 4)
     for step in (4, 3):
-        with pytest.raises(
-            StoreError, match=f"already holds the checkpoint of step 4; step {step} is not newer"
-        ):
+        with pytest.raises(StoreError, match=f"already holds the checkpoint of step 4; step {step} is not newer"):
             save(target, step)
     assert target.steps() == [4]
 
@@ -280,9 +276,7 @@ def test_damage_of_the_stored_data_is_an_error_that_names_the_way_out(tmp_path, 
         damage(victim)
     # The newest complete checkpoint is not skipped silently.
     assert target.latest() == 3
-    with pytest.raises(
-        StoreError, match=r"checkpoint \S+/3 is damaged: .*step 1 next to it is usable"
-    ) as error:
+    with pytest.raises(StoreError, match=r"checkpoint \S+/3 is damaged: .*step 1 next to it is usable") as error:
         target.restore(3, params, state)
     assert f"load_parameters_path={tmp_path / '1'}" in str(error.value)
     assert len(str(error.value)) < 1000

@@ -61,9 +61,7 @@ def check_restorable(directory: Path, allowed: tuple[int, ...]) -> int:
         for got, wanted in ((params, params_of(step)), (state["mu"], state_of(step)["mu"])):
             assert all(got[name].tobytes() == wanted[name].tobytes() for name in wanted)
         assert (state["count"], extra) == (step, {"step": step})
-        np.testing.assert_array_equal(
-            store.load_model_params(directory / str(step))["embed"], params["embed"]
-        )
+        np.testing.assert_array_equal(store.load_model_params(directory / str(step))["embed"], params["embed"])
     return target.latest()
 
 
@@ -172,9 +170,7 @@ def test_kills_at_random_moments_leave_a_checkpoint(directory, processes):
 
 def test_a_deletion_that_was_cut_short_does_not_count(directory, monkeypatch):
     save_path = directory / "1"
-    monkeypatch.setattr(
-        type(store._absolute(save_path)), "rmtree", lambda self: (_ for _ in ()).throw(OSError("cut"))
-    )
+    monkeypatch.setattr(type(store._absolute(save_path)), "rmtree", lambda self: (_ for _ in ()).throw(OSError("cut")))
     with pytest.raises(StoreError, match=r"step 2 is saved, but older ones could not be deleted"):
         save(directory, 2)
     monkeypatch.undo()
@@ -201,9 +197,7 @@ def test_a_write_that_the_system_refuses_is_an_error(directory):
 def test_too_little_disk_space_is_noticed_before_anything_is_written(directory, monkeypatch):
     usage = store.shutil.disk_usage(directory)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    with pytest.raises(
-        StoreError, match=r"0.02 GiB are needed and 0.00 GiB are free in .*max_num_checkpoints_to_keep"
-    ):
+    with pytest.raises(StoreError, match=r"0.02 GiB are needed and 0.00 GiB are free in .*max_num_checkpoints_to_keep"):
         save(directory, 2)
     assert [p.name for p in directory.iterdir()] == ["1"]
 

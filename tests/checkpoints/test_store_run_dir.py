@@ -20,8 +20,7 @@ def test_paths_are_those_of_the_tutorials(tmp_path):
     assert run.checkpoints == run.path / "checkpoints/actor"
     assert os.fspath(run.path) == str(tmp_path / "rl")
     assert (
-        os.fspath(RunDirectory("gs://bucket/trained/", "rl").checkpoints)
-        == "gs://bucket/trained/rl/checkpoints/actor"
+        os.fspath(RunDirectory("gs://bucket/trained/", "rl").checkpoints) == "gs://bucket/trained/rl/checkpoints/actor"
     )
 
 
@@ -35,9 +34,7 @@ def test_a_used_directory_is_refused_without_resume_and_both_ways_out_are_named(
     run = RunDirectory(str(tmp_path), "rl")
     with run.claim(resume=False):
         run.metrics.write_text("{}")
-    with pytest.raises(
-        RunDirectoryError, match=r"metrics.jsonl\): continue it with resume=true or .*another run_name"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl\): continue it with resume=true or .*another run_name"):
         run.claim(resume=False).__enter__()
     with run.claim(resume=True):
         assert run.metrics.read_text() == "{}"
@@ -76,9 +73,7 @@ with RunDirectory(sys.argv[1], "rl").claim(resume=True):
 
 def test_a_killed_run_frees_its_directory_even_while_a_forked_child_lives_on(tmp_path):
     run = RunDirectory(str(tmp_path), "rl")
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
         with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} on"):

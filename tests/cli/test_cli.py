@@ -46,9 +46,7 @@ def raising(monkeypatch, error: BaseException) -> None:
     monkeypatch.setitem(sys.modules, "burnish.rl.train", module)
 
 
-@pytest.mark.parametrize(
-    "args", [["--help"], ["train-rl", "--help"], ["to_huggingface", "--help"], ["--version"]]
-)
+@pytest.mark.parametrize("args", [["--help"], ["train-rl", "--help"], ["to_huggingface", "--help"], ["--version"]])
 def test_help_and_version_import_nothing_heavy(args):
     script = (
         "import sys\nfrom burnish.cli.main import main\n"

@@ -268,9 +268,7 @@ def test_the_token_is_in_no_dump_and_in_no_message():
     assert cfg.hf_access_token is not None
     assert cfg.hf_access_token.get_secret_value() == "hf_secret"
     assert "hf_access_token" not in cfg.public_dump()
-    assert "hf_secret" not in repr(cfg) + cfg.model_dump_json() + problem(
-        "hf_access_token=hf_secret", "batch_size=0"
-    )
+    assert "hf_secret" not in repr(cfg) + cfg.model_dump_json() + problem("hf_access_token=hf_secret", "batch_size=0")
     with pytest.raises(ValidationError) as error:
         RunConfig(load_parameters_path="m", hf_access_token="hf_secret", max_target_length=2)
     assert "hf_secret" not in str(error.value)
@@ -280,9 +278,7 @@ def test_the_token_is_in_no_dump_and_in_no_message():
 def test_a_config_is_the_same_after_dump_and_load(config):
     cfg = load_config(
         config,
-        ["load_parameters_path=m", "stop_strings=['a']"]
-        if config is not SFTConfig
-        else ["load_parameters_path=m"],
+        ["load_parameters_path=m", "stop_strings=['a']"] if config is not SFTConfig else ["load_parameters_path=m"],
     )
     assert config(**cfg.public_dump()) == cfg
 

@@ -73,9 +73,7 @@ def random_tensors(config: dict[str, Any], dtype: Any = np.float32) -> dict[str,
     """Every tensor of the checkpoint by its Hugging Face name. Scales are large enough that attention is
     peaked and every bias and norm matters.
     """
-    D, F, V, H = (
-        config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
-    )
+    D, F, V, H = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
     K, N = config.get("num_key_value_heads", H), config.get("head_dim", D // H)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
     for i in range(config["num_hidden_layers"]):

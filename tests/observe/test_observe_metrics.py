@@ -25,9 +25,7 @@ def write_steps(path: Path, steps: range, resume_step: int | None = None, shift:
 
 def test_a_line_holds_the_step_and_finite_numbers_or_null(tmp_path):
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
-        writer.write(
-            3, {"reward/mean": np.float32(0.5), "kl": float("nan"), "grad_norm": float("inf"), "accuracy": 1}
-        )
+        writer.write(3, {"reward/mean": np.float32(0.5), "kl": float("nan"), "grad_norm": float("inf"), "accuracy": 1})
         # Flushed: another process sees the line before the writer is closed.
         assert json.loads((tmp_path / "m.jsonl").read_text()) == {
             "step": 3,
@@ -130,9 +128,7 @@ def test_tensorboard_gets_the_same_numbers_and_disregards_dropped_steps(tmp_path
 
     with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb2", resume_step=1) as writer:
         writer.write(2, {"reward/mean": 7.0})
-    starts = [
-        e.step for e in events_of(tmp_path / "tb2") if e.HasField("session_log") and e.session_log.status == 1
-    ]
+    starts = [e.step for e in events_of(tmp_path / "tb2") if e.HasField("session_log") and e.session_log.status == 1]
     assert starts == [2]
 
 

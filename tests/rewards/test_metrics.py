@@ -20,9 +20,7 @@ from burnish.rewards.types import Score, ScoreStatus
 GOLD = "7"
 
 
-def score(
-    answer: str | None, *, status: ScoreStatus = ScoreStatus.SCORED, near: bool = False, fmt: bool = True
-):
+def score(answer: str | None, *, status: ScoreStatus = ScoreStatus.SCORED, near: bool = False, fmt: bool = True):
     correct = answer == GOLD and status is ScoreStatus.SCORED
     total = 1.0 if correct else 0.0
     return Score(total, {"answer": total}, status, correct, correct or near, fmt, answer)

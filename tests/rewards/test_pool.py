@@ -163,9 +163,7 @@ def start_parent(script: str) -> tuple[subprocess.Popen[str], int]:
     return parent, int(parent.stdout.readline())
 
 
-@pytest.mark.parametrize(
-    "work", ["time.sleep(100)", "pool.run([('10', '10^(10^10)')])"], ids=["idle", "busy"]
-)
+@pytest.mark.parametrize("work", ["time.sleep(100)", "pool.run([('10', '10^(10^10)')])"], ids=["idle", "busy"])
 def test_no_worker_outlives_a_parent_that_is_killed(work):
     parent, worker = start_parent(work)
     time.sleep(0.5)  # let a busy worker get into its task, which holds the interpreter lock
@@ -182,9 +180,7 @@ def test_no_worker_outlives_a_parent_that_exits_without_closing_the_pool():
 
 
 def test_workers_do_not_import_jax():
-    script = (
-        "import sys; import burnish.rewards.worker, burnish.rewards.stack; assert 'jax' not in sys.modules"
-    )
+    script = "import sys; import burnish.rewards.worker, burnish.rewards.stack; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -17,9 +17,7 @@ class Asked:
 
 
 PROMPTS = [
-    Asked(
-        f"Reason in <reasoning></reasoning>, answer in <answer></answer>. {n}+{n}?", f"{n}+{n}?", str(2 * n)
-    )
+    Asked(f"Reason in <reasoning></reasoning>, answer in <answer></answer>. {n}+{n}?", f"{n}+{n}?", str(2 * n))
     for n in (1, 4, 21)
 ] + [Asked("Simplify. Answer like <answer>7</answer>.", "Simplify x+x.", "2x")]
 
@@ -45,9 +43,7 @@ def test_a_format_weight_that_rivals_the_answer_is_a_warning():
 
 def test_a_users_reward_that_looks_for_the_gold_anywhere_is_found_out(tmp_path):
     path = tmp_path / "lax.py"
-    path.write_text(
-        "def lax(completions, answer, **kw): return [a in c for c, a in zip(completions, answer)]"
-    )
+    path.write_text("def lax(completions, answer, **kw): return [a in c for c, a in zip(completions, answer)]")
     with RewardStack(RewardOptions(reward_functions_path=str(path), reward_functions=("lax",))) as stack:
         report = probe(stack, PROMPTS)
     assert any("gold only in reasoning" in warning for warning in report.warnings)

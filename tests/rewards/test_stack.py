@@ -15,9 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "guides" / "rewards.md"
 
 
 def item(completion: str, answer: str = "42") -> RewardItem:
-    return RewardItem(
-        prompt="What is six times seven?", completion=completion, question="6*7?", answer=answer
-    )
+    return RewardItem(prompt="What is six times seven?", completion=completion, question="6*7?", answer=answer)
 
 
 def formatted(answer: str, reasoning: str = "six sevens") -> str:
@@ -53,9 +51,7 @@ WEIGHTS = RewardOptions(
         ("", -1.0, 0.0, -0.5),
     ],
 )
-def test_parts_are_the_options_weights_and_the_total_is_their_sum(
-    completion, answer, exact_format, partial_format
-):
+def test_parts_are_the_options_weights_and_the_total_is_their_sum(completion, answer, exact_format, partial_format):
     (score,) = score_all(WEIGHTS, completion)
     assert score.parts == {"answer": answer, "exact_format": exact_format, "partial_format": partial_format}
     assert score.total == pytest.approx(answer + exact_format + partial_format)
@@ -191,9 +187,7 @@ def test_numpy_scores_are_numbers_too(user_options):
         ("[0.0, -1e308]", "returned -1e+308 as score 1; it has to lie between -1e+06 and 1e+06"),
     ],
 )
-def test_what_is_no_list_of_finite_numbers_is_an_error_that_names_function_and_file(
-    user_options, returned, message
-):
+def test_what_is_no_list_of_finite_numbers_is_an_error_that_names_function_and_file(user_options, returned, message):
     options = user_options(f"def reward(**kwargs):\n    return {returned}", "reward")
     with pytest.raises(RewardError, match=re.escape(message)) as caught:
         score_all(options, "a", "b")
@@ -329,7 +323,5 @@ def test_gating_a_users_functions_is_refused(user_options):
 
 
 def test_no_total_is_ever_nan():
-    for score in score_all(
-        WEIGHTS, "", "<answer>", "\\boxed{", "#### ", formatted("\x00"), formatted("\\frac{"), "🙂"
-    ):
+    for score in score_all(WEIGHTS, "", "<answer>", "\\boxed{", "#### ", formatted("\x00"), formatted("\\frac{"), "🙂"):
         assert math.isfinite(score.total)

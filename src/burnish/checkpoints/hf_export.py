@@ -104,9 +104,7 @@ def plan_tensors(
     required = {m.name for m in tensor_map(spec)}
     wrong = (required - set(source_tensors)) | (set(source_tensors) - set(mappings))
     if wrong:
-        raise CheckpointError(
-            f"{SOURCE_FILE} and config.json disagree about the tensors {few(sorted(wrong))}"
-        )
+        raise CheckpointError(f"{SOURCE_FILE} and config.json disagree about the tensors {few(sorted(wrong))}")
     planned: list[PlannedTensor] = []
     shard = filled = 0
     for name, source_dtype in source_tensors.items():
@@ -142,13 +140,9 @@ def export(
         raise CheckpointError(f"weight_dtype is {weight_dtype!r}; {', '.join(WEIGHT_DTYPES)} are possible")
     check_destination(out)
     if not (snapshot / SOURCE_FILE).exists():
-        raise CheckpointError(
-            f"{snapshot} has no {SOURCE_FILE}; an export starts from a snapshot of the source"
-        )
+        raise CheckpointError(f"{snapshot} has no {SOURCE_FILE}; an export starts from a snapshot of the source")
     if spec_from_hf(read_config(snapshot)) != spec:
-        raise CheckpointError(
-            f"{snapshot / 'config.json'} describes another model than the weights to export"
-        )
+        raise CheckpointError(f"{snapshot / 'config.json'} describes another model than the weights to export")
     _check_tree(spec, params)
     planned = plan_tensors(spec, read_json(snapshot / SOURCE_FILE)["tensors"], weight_dtype, max_shard_bytes)
 
@@ -160,9 +154,7 @@ def export(
         if weight_dtype is not None:
             set_dtype(partial / "config.json", weight_dtype)
         _write_weights(params, planned, partial, on_progress)
-        return verify(
-            partial, spec, params, snapshot / "config.json", {t.mapping.name: t.dtype for t in planned}
-        )
+        return verify(partial, spec, params, snapshot / "config.json", {t.mapping.name: t.dtype for t in planned})
 
 
 def _check_tree(spec: ModelSpec, params: Params) -> None:
@@ -180,9 +172,7 @@ def _check_tree(spec: ModelSpec, params: Params) -> None:
     walk(param_infos(spec), params, "")
 
 
-def _write_weights(
-    params: Params, planned: list[PlannedTensor], directory: Path, on_progress: Progress | None
-) -> None:
+def _write_weights(params: Params, planned: list[PlannedTensor], directory: Path, on_progress: Progress | None) -> None:
     by_name = {t.mapping.name: t for t in planned}
     total, done = sum(t.nbytes for t in planned), 0
 
@@ -195,9 +185,7 @@ def _write_weights(
         return array
 
     count = planned[-1].shard + 1
-    files = (
-        [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    )
+    files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for i, file in enumerate(files):
         layout = [(t.mapping.name, t.dtype, t.mapping.hf_shape) for t in planned if t.shard == i]
         write_file(directory / file, layout, array_of)
@@ -215,11 +203,7 @@ def stored_array(params: Params, mapping: TensorMapping, dtype: str) -> np.ndarr
     with np.errstate(over="ignore"):
         stored = mapping.to_hf(array).astype(DTYPES[dtype])
     if not np.isfinite(stored).all():
-        why = (
-            f"overflows {dtype}; choose another weight_dtype"
-            if np.isfinite(array).all()
-            else "holds NaN or infinity"
-        )
+        why = f"overflows {dtype}; choose another weight_dtype" if np.isfinite(array).all() else "holds NaN or infinity"
         raise CheckpointError(f"{mapping.name} ({'.'.join(mapping.path)} of the parameters) {why}")
     return stored
 

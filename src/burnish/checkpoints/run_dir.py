@@ -38,9 +38,7 @@ class RunDirectory:
         if self.run_name in ("", ".", "..") or "/" in self.run_name:
             raise RunDirectoryError(f"run_name={self.run_name!r}: give one directory name, without slashes")
         if not self.base_output_directory:
-            raise RunDirectoryError(
-                "base_output_directory is empty: give a local directory or gs://bucket/path"
-            )
+            raise RunDirectoryError("base_output_directory is empty: give a local directory or gs://bucket/path")
         if not is_local(self.base_output_directory) and not self.base_output_directory.startswith("gs://"):
             raise RunDirectoryError(
                 f"base_output_directory={self.base_output_directory}: give a local directory or gs://bucket/path"
@@ -49,9 +47,7 @@ class RunDirectory:
     @property
     def path(self) -> epath.Path:
         base = self.base_output_directory
-        return (
-            epath.Path(os.path.abspath(os.path.expanduser(base)) if is_local(base) else base) / self.run_name
-        )
+        return epath.Path(os.path.abspath(os.path.expanduser(base)) if is_local(base) else base) / self.run_name
 
     @property
     def checkpoints(self) -> epath.Path:

@@ -52,8 +52,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
         if not 0 < length <= size - 8:
             raise CheckpointError(
-                f"{file}: no complete safetensors header in {size} bytes; "
-                "the file is truncated or is something else"
+                f"{file}: no complete safetensors header in {size} bytes; the file is truncated or is something else"
             )
         try:
             header: dict[str, Any] = json.loads(f.read(length))
@@ -80,19 +79,14 @@ def list_tensors(directory: Path) -> list[StoredTensor]:
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index.exists():
-        raise CheckpointError(
-            f"{directory} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
-        )
+        raise CheckpointError(f"{directory} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale")
     if single.exists():
         return read_header(single)
     if not index.exists():
-        others = sorted(
-            p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors")
-        )
+        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
         has = f" (it has {few(others)})" if others else ""
         raise CheckpointError(
-            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}; "
-            "weights are read from safetensors only"
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}; weights are read from safetensors only"
         )
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]

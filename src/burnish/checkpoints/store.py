@@ -38,9 +38,7 @@ HF_SOURCE = "hf_source"
 COMPLETE = "complete"
 
 FORMAT_VERSION = 1
-WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".npz"}
-)
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".npz"})
 SPARE_BYTES = 16 << 20  # file-system overhead that the space check allows for
 
 
@@ -73,9 +71,7 @@ class TrainingStore:
     def __init__(self, directory: epath.PathLike, keep: int) -> None:
         """`keep`: how many complete checkpoints to leave in the directory, at least 1."""
         if keep < 1:
-            raise StoreError(
-                f"max_num_checkpoints_to_keep={keep}: keep at least 1, or set enable_checkpointing=false"
-            )
+            raise StoreError(f"max_num_checkpoints_to_keep={keep}: keep at least 1, or set enable_checkpointing=false")
         self.directory = _absolute(directory)
         self.keep = keep
 
@@ -157,9 +153,7 @@ class TrainingStore:
                 there = there.parent
             _check_space(there, trees, _non_weight_files(epath.Path(hf_source)))
 
-    def restore(
-        self, step: int, like_params: Any, like_optimizer_state: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
+    def restore(self, step: int, like_params: Any, like_optimizer_state: Any) -> tuple[Any, Any, dict[str, Any]]:
         """(params, optimizer_state, extra) of a checkpoint, bit for bit, in the structure of the `like`
         trees.
 
@@ -169,9 +163,7 @@ class TrainingStore:
         missing, left over or of another shape or dtype (named), and when the checkpoint is damaged.
         """
         if step not in self.steps():
-            raise StoreError(
-                f"{self.directory} has no complete checkpoint of step {step}; it has {self.steps()}"
-            )
+            raise StoreError(f"{self.directory} has no complete checkpoint of step {step}; it has {self.steps()}")
         path = self.directory / str(step)
         likes = {MODEL_PARAMS: like_params, OPTIMIZER_STATE: like_optimizer_state}
         try:
@@ -235,9 +227,7 @@ def complete_imported(
 ) -> None:
     """Makes a directory whose model_params (and hf_source) were written by a conversion a complete
     checkpoint without optimizer state."""
-    _write_train_state(
-        checkpoint, _TrainState(step, {MODEL_PARAMS: dict(records), OPTIMIZER_STATE: {}}, dict(extra))
-    )
+    _write_train_state(checkpoint, _TrainState(step, {MODEL_PARAMS: dict(records), OPTIMIZER_STATE: {}}, dict(extra)))
     _mark_complete(checkpoint)
 
 
@@ -264,9 +254,7 @@ def _remove_leftovers(directory: epath.Path) -> None:
             _delete(entry)
 
 
-def _check_space(
-    directory: epath.Path, trees: Mapping[str, Mapping[str, Any]], source_files: list[epath.Path]
-) -> None:
+def _check_space(directory: epath.Path, trees: Mapping[str, Mapping[str, Any]], source_files: list[epath.Path]) -> None:
     if not is_local(directory):
         return
     arrays = sum(_num_bytes(leaf) for leaves in trees.values() for leaf in leaves.values())
@@ -296,8 +284,7 @@ def _write_train_state(staging: epath.Path, state: _TrainState) -> None:
         "step": state.step,
         "extra": state.extra,
         "arrays": {
-            tree: {name: leaf.to_json() for name, leaf in records.items()}
-            for tree, records in state.records.items()
+            tree: {name: leaf.to_json() for name, leaf in records.items()} for tree, records in state.records.items()
         },
     }
     (staging / TRAIN_STATE).write_text(json.dumps(content, indent=1))
@@ -355,8 +342,7 @@ def _read_train_state(checkpoint: epath.Path) -> _TrainState:
         raise _DamagedError(f"{TRAIN_STATE} or its marker {COMPLETE} cannot be read ({e})") from e
     if content["format_version"] != FORMAT_VERSION:
         raise StoreError(
-            f"checkpoint {checkpoint} has format {content['format_version']}; "
-            f"this version reads {FORMAT_VERSION}"
+            f"checkpoint {checkpoint} has format {content['format_version']}; this version reads {FORMAT_VERSION}"
         )
     records = {
         tree: {name: LeafRecord.from_json(leaf) for name, leaf in leaves.items()}
@@ -365,9 +351,7 @@ def _read_train_state(checkpoint: epath.Path) -> _TrainState:
     return _TrainState(content["step"], records, content["extra"])
 
 
-def _checked_arrays(
-    checkpoint: epath.Path, tree: str, state: _TrainState
-) -> Iterator[tuple[str, np.ndarray]]:
+def _checked_arrays(checkpoint: epath.Path, tree: str, state: _TrainState) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays of a tree by name, each compared with its record."""
     records = state.records[tree]
     try:
@@ -383,9 +367,7 @@ def _checked_arrays(
 
 def _restore_tree(checkpoint: epath.Path, tree: str, state: _TrainState, like: Any) -> Any:
     likes = named_leaves(like)
-    leaves = {
-        name: _in_kind_of(likes[name], array) for name, array in _checked_arrays(checkpoint, tree, state)
-    }
+    leaves = {name: _in_kind_of(likes[name], array) for name, array in _checked_arrays(checkpoint, tree, state)}
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in likes])
 
 

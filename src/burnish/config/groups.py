@@ -95,9 +95,7 @@ class MaxTextStorageOptions(Options):
 
     section: ClassVar[str] = "Conversion"
 
-    checkpoint_storage_use_zarr3: bool = option(
-        True, "Store arrays as Zarr 3; false is Zarr 2, which Pathways wants"
-    )
+    checkpoint_storage_use_zarr3: bool = option(True, "Store arrays as Zarr 3; false is Zarr 2, which Pathways wants")
     checkpoint_storage_use_ocdbt: bool = option(
         True, "Store all arrays in one OCDBT store; false gives each its directory, which Pathways wants"
     )

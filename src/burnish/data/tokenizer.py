@@ -117,7 +117,6 @@ class Tokenizer:
                 )
         return [RenderedPrompt(text, tuple(int(i) for i in row)) for text, row in zip(texts, ids, strict=True)]
 
-
     @cached_property
     def _probe_text(self) -> str:
         return self._render([[{"role": "user", "content": _PROBE}]])[0]

@@ -99,7 +99,7 @@ METRICS: dict[str, Metric] = {
     "tokens_per_second/update": Metric("tokens/s", "Trained tokens, prompts included, per second of update."),
     "compilations": Metric(
         "count",
-        "Compilations since the start. It grows when a batch needs a length of rows that was not seen yet, and levels off.",
+        "Compilations since the start. It grows when a batch needs a new length of rows, and levels off.",
     ),
 }
 

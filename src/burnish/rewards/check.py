@@ -76,10 +76,7 @@ def symbolic_equal(gold: str, answer: str) -> bool:
     from math_verify import parse, verify  # imports sympy, which only workers need
 
     # Boxed, the whole text is one expression; bare, math-verify would pick whichever number it likes from it.
-    parsed = [
-        parse(rf"\boxed{{{tidy(text)}}}", parsing_timeout=None, raise_on_error=False)
-        for text in (gold, answer)
-    ]
+    parsed = [parse(rf"\boxed{{{tidy(text)}}}", parsing_timeout=None, raise_on_error=False) for text in (gold, answer)]
     return bool(verify(*parsed, timeout_seconds=None, raise_on_error=False))
 
 
@@ -89,11 +86,7 @@ def is_near(gold: str, answer: str) -> bool:
     gold_number, number = read_number(tidy(gold)), read_number(tidy(answer))
     if gold_number is None or number is None:
         return False
-    return any(
-        abs(value - wanted) <= abs(wanted) / 10
-        for wanted in gold_number.readings
-        for value in number.readings
-    )
+    return any(abs(value - wanted) <= abs(wanted) / 10 for wanted in gold_number.readings for value in number.readings)
 
 
 def vote_key(answer: str) -> str:
@@ -141,9 +134,7 @@ def text_key(tidied: str) -> str:
 
 _MATH_WORDS = frozenset({"sqrt", "frac", "sinh", "cosh", "tanh", "asin", "acos", "atan", "infinity", "infty"})
 # What math-verify reads as the last of two values, or as their sum: `11 \to 12` would be 12, and `5 7` too.
-_SEVERAL_VALUES = re.compile(
-    r"\d\s+\d|\\\\|\\(?:to|in|ne|neq|equiv|rightarrow|Rightarrow|implies|iff)(?![A-Za-z])"
-)
+_SEVERAL_VALUES = re.compile(r"\d\s+\d|\\\\|\\(?:to|in|ne|neq|equiv|rightarrow|Rightarrow|implies|iff)(?![A-Za-z])")
 
 
 def _is_prose(tidied: str) -> bool:
@@ -189,9 +180,7 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-_UNIT = re.compile(
-    r"[mck]m|[km]?g|m?l|m|s|h|hrs?|min|sec|mph|kph|ft|lbs?|oz|kw|usd|eur|gbp|st|nd|rd|th", re.IGNORECASE
-)
+_UNIT = re.compile(r"[mck]m|[km]?g|m?l|m|s|h|hrs?|min|sec|mph|kph|ft|lbs?|oz|kw|usd|eur|gbp|st|nd|rd|th", re.IGNORECASE)
 # Words that say something else about the number than its unit.
 _NO_UNIT = re.compile(
     r"and|or|to|of|if|when|not|without|less|more|than|remainder|mod|plus|minus|times|over|divided|by"

@@ -30,9 +30,7 @@ class Tags:
             if not value.strip():
                 raise RewardError(f"{field.name}_token is empty; it must be a tag such as {field.default!r}.")
         if len(set(values)) != len(values):
-            raise RewardError(
-                f"the reasoning and solution tags must be four different strings, not {values}."
-            )
+            raise RewardError(f"the reasoning and solution tags must be four different strings, not {values}.")
 
     @property
     def all(self) -> tuple[str, str, str, str]:

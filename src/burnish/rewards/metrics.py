@@ -86,16 +86,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def mean_pass_at_k(groups: Sequence[Sequence[Score]], k: int) -> float:
     """pass@k averaged over prompts."""
-    return sum(pass_at_k(len(group), sum(score.correct for score in group), k) for group in groups) / len(
-        groups
-    )
+    return sum(pass_at_k(len(group), sum(score.correct for score in group), k) for group in groups) / len(groups)
 
 
 def format_eval_line(title: str, stats: EvalStats) -> str:
     """The evaluation line of the tutorials, e.g. `Pre RL Training: corr=3, total=10, accuracy=30.0%, …`."""
     accuracy, partial_accuracy, format_accuracy, mean_reward = (
-        round(value, 4)
-        for value in (stats.accuracy, stats.partial_accuracy, stats.format_accuracy, stats.mean_reward)
+        round(value, 4) for value in (stats.accuracy, stats.partial_accuracy, stats.format_accuracy, stats.mean_reward)
     )
     return (
         f"{title}: corr={stats.corr}, total={stats.total}, {accuracy=}%, {partial_accuracy=}%,"

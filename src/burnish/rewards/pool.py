@@ -76,9 +76,7 @@ class WorkerPool:
             while not self._workers[0].ready:
                 self._receive(self._workers[0], wait_until=self._workers[0].deadline)
 
-    def run(
-        self, tasks: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> list[TaskResult]:
+    def run(self, tasks: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None) -> list[TaskResult]:
         """One result per task, in order. `on_wait` is called at least twice a second while workers are at it; what
         it raises ends them and goes through. Raises RewardError only where workers cannot be started at all."""
         results: list[TaskResult | None] = [None] * len(tasks)

@@ -82,8 +82,7 @@ def probe_completions(tags: Tags) -> dict[str, Callable[[ProbePrompt], str]]:
 
     def tagged(reasoning: str, answer: str) -> str:
         return (
-            f"{tags.reasoning_start}{reasoning}{tags.reasoning_end}\n"
-            f"{tags.solution_start}{answer}{tags.solution_end}"
+            f"{tags.reasoning_start}{reasoning}{tags.reasoning_end}\n{tags.solution_start}{answer}{tags.solution_end}"
         )
 
     return {

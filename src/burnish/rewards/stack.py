@@ -48,15 +48,11 @@ class RewardOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.startswith("penalty_") and value > 0:
-                raise RewardError(
-                    f"{field.name}={value} would be a reward: penalties are added, so give {-value}."
-                )
+                raise RewardError(f"{field.name}={value} would be a reward: penalties are added, so give {-value}.")
         if self.math_verify_timeout <= 0:
             raise RewardError(f"math_verify_timeout={self.math_verify_timeout} has to be above 0 seconds.")
         if self.math_verify_num_procs is not None and self.math_verify_num_procs < 1:
-            raise RewardError(
-                f"math_verify_num_procs={self.math_verify_num_procs} has to be 1 or more, or null."
-            )
+            raise RewardError(f"math_verify_num_procs={self.math_verify_num_procs} has to be 1 or more, or null.")
         if not 0 <= self.max_failed_scores_fraction <= 1:
             raise RewardError(
                 f"max_failed_scores_fraction={self.max_failed_scores_fraction} has to lie between 0 and 1."
@@ -71,9 +67,7 @@ class RewardOptions:
                 raise RewardError(f"reward_functions names {name!r} twice; each function is one part of the reward.")
         if self.reward_functions_path:
             if not Path(self.reward_functions_path).is_file():
-                raise RewardError(
-                    f"reward_functions_path={self.reward_functions_path}: there is no such file."
-                )
+                raise RewardError(f"reward_functions_path={self.reward_functions_path}: there is no such file.")
             if self.reward_gate_on_correctness:
                 raise RewardError(
                     "reward_gate_on_correctness gates the built-in format rewards, which reward_functions"
@@ -160,9 +154,7 @@ class RewardStack:
     def _judge(self, items: Sequence[RewardItem], on_wait: Callable[[], None] | None) -> list[Verdict]:
         tags = self.options.tags
         answers = [extract_answer(item.completion, tags) for item in items]
-        matches = [
-            check.compare(item.answer, answer or "") for item, answer in zip(items, answers, strict=True)
-        ]
+        matches = [check.compare(item.answer, answer or "") for item, answer in zip(items, answers, strict=True)]
         # The same question is asked once: completions of a group often share their answer.
         undecided = sorted(
             {
@@ -204,8 +196,7 @@ class RewardStack:
     ) -> list[Score]:
         names, path = self.options.reward_functions or (), self.options.reward_functions_path or ""
         prompts, completions, answers, questions = (
-            [getattr(item, field) for item in items]
-            for field in ("prompt", "completion", "answer", "question")
+            [getattr(item, field) for item in items] for field in ("prompt", "completion", "answer", "question")
         )
         columns = dict(zip(ARGUMENTS, (prompts, completions, answers, questions), strict=True))
         parts: list[dict[str, float]] = [{} for _ in items]
@@ -213,9 +204,7 @@ class RewardStack:
         failures: dict[int, str] = {}  # the first cause of each item that counts as failed
         for name, result in zip(names, worker.run([(name, columns) for name in names], on_wait), strict=True):
             function = describe(name, path)
-            if (
-                result.status is not ScoreStatus.SCORED
-            ):  # it raised, hung or died: none of the batch is scored
+            if result.status is not ScoreStatus.SCORED:  # it raised, hung or died: none of the batch is scored
                 cause = f"{function} failed: {result.detail}"
                 if result.status is ScoreStatus.TIMED_OUT:
                     cause += "; the deadline of a call is math_verify_timeout"

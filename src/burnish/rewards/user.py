@@ -64,8 +64,7 @@ def load_functions(path: str, names: Sequence[str]) -> dict[str, UserFunction]:
                 if inspect.isfunction(value) and value.__module__ == _MODULE_NAME and not key.startswith("_")
             )
             raise RewardError(
-                f"reward_functions: {path} has no function {name!r}; it has"
-                f" {', '.join(found) or 'no functions'}."
+                f"reward_functions: {path} has no function {name!r}; it has {', '.join(found) or 'no functions'}."
             )
         try:
             inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS, ()))
@@ -86,8 +85,7 @@ def call_function(function: UserFunction, columns: dict[str, list[str]]) -> list
     returned = function.call(**columns)
     if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__len__"):
         raise RewardError(
-            f"{function} returned {_show(returned)}; it has to return a list with one number (or None) per"
-            " completion."
+            f"{function} returned {_show(returned)}; it has to return a list with one number (or None) per completion."
         )
     values = returned.tolist() if hasattr(returned, "tolist") else list(returned)
     if len(values) != num_items:
