@@ -8,7 +8,8 @@ import types
 
 import pytest
 
-from burnish.cli.main import COMMANDS, main
+from burnish.cli.commands import COMMANDS
+from burnish.cli.main import main
 from burnish.config.fields import options_of
 from burnish.config.schema import COMMANDS as CONFIGS
 from burnish.errors import BurnishError

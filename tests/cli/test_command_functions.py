@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.cli.main import COMMANDS
+from burnish.cli.commands import COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

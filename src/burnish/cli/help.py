@@ -1,22 +1,19 @@
 """What `burnish <command> --help` prints: summary, examples, and every option by section, from the schema."""
 
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from burnish.cli.commands import Command
 from burnish.config.fields import options_of
 from burnish.config.schema import COMMANDS
-
-if TYPE_CHECKING:
-    from burnish.cli.main import Command
 
 _NAME_WIDTH = max(len(info.name) for config in COMMANDS.values() for info in options_of(config))
 
 
-def print_help(command: "Command") -> None:
+def print_help(command: Command) -> None:
     console = Console(highlight=False)
     words = " ".join(command.positional).upper() or "[RECIPE.yaml …]"
     usage = f"Usage: burnish {command.name} {words} [key=value | --key=value | --key value] …"
