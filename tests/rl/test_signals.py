@@ -26,7 +26,9 @@ SLOW_REWARD = """\
 import time
 
 def slow(completions, **kwargs):
-    time.sleep(600)
+    if len(completions) == 8:  # a training batch; the probe has more
+        time.sleep(600)
+    return [0.0] * len(completions)
 """
 
 

@@ -97,9 +97,9 @@ def probe_completions(tags: Tags) -> dict[str, Callable[[ProbePrompt], str]]:
     }
 
 
-def probe(stack: RewardStack, prompts: Sequence[ProbePrompt]) -> ProbeReport:
+def probe(stack: RewardStack, prompts: Sequence[ProbePrompt], on_wait: Callable[[], None] | None = None) -> ProbeReport:
     """Score every kind of probe completion on every prompt, in one batch. Raises RewardError as
-    `stack.score` does."""
+    `stack.score` does; `on_wait` is the stack's, too."""
     if not prompts:
         raise ValueError("the reward probe needs at least one prompt")
     kinds = probe_completions(stack.options.tags)
@@ -108,7 +108,7 @@ def probe(stack: RewardStack, prompts: Sequence[ProbePrompt]) -> ProbeReport:
         for complete in kinds.values()
         for prompt in prompts
     ]
-    scores = stack.score(items, tolerate_none=True)  # a reward may well refuse to judge junk
+    scores = stack.score(items, tolerate_none=True, on_wait=on_wait)  # a reward may well refuse to judge junk
     n = len(prompts)
     rows = tuple(_row(kind, scores[i * n : (i + 1) * n]) for i, kind in enumerate(kinds))
     return ProbeReport(num_prompts=n, rows=rows, warnings=tuple(_warnings(rows, n)))

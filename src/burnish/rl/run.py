@@ -178,7 +178,8 @@ class Run:
         else:
             what = f"step {step} is saved" if step else "there was nothing to save"
             how = f"{what}; go on with run_name={self.cfg.run_name} resume=true"
-        return BurnishError(f"stopped by {self.stop.reason} after step {step}: {how}", exit_code=SAVED_FOR_RESTART)
+        when = f"after step {step}" if step else "before the first step was done"
+        return BurnishError(f"stopped by {self.stop.reason} {when}: {how}", exit_code=SAVED_FOR_RESTART)
 
     @contextmanager
     def writers(self, start: int, metrics: Mapping[str, float | None] | None) -> Iterator[MetricsWriter]:

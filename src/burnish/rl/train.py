@@ -100,7 +100,11 @@ def run_training(cfg: RunConfig) -> Outcome:
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
         for line in _opening(cfg, model, pipeline, arithmetic):
             run.printer.note(line)
-        for line in probe(stack, _probe_prompts(pipeline, eval_prompts)).lines():
+        try:
+            report = probe(stack, _probe_prompts(pipeline, eval_prompts), run.check_stop)
+        except Stopped:
+            raise run.end_for_restart((run.store.latest() or 0) if cfg.resume else 0) from None
+        for line in report.lines():
             run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg))
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
