@@ -15,6 +15,7 @@ from dataclasses import asdict
 import jax
 import numpy as np
 from common import machine_facts, matmul_rate, measured, peak_memory_gb, summary, write_json
+from rollout import SMOLLM2_135M
 
 from burnish.data.types import Prompt
 from burnish.models.params import init_params, num_params
@@ -27,19 +28,6 @@ from burnish.rl.types import PackedStep
 from burnish.rl.update import UpdateOptions, Updater
 from burnish.rollout.types import Completion, Group, StopReason
 
-SMOLLM2_135M = ModelSpec(
-    family="llama",
-    num_layers=30,
-    d_model=576,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    d_mlp=1536,
-    vocab_size=49152,
-    rms_norm_eps=1e-5,
-    tied_head=True,
-    max_positions=8192,
-)
 PROMPTS, COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 4, 128, 128
 
 

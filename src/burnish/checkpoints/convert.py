@@ -396,7 +396,7 @@ class _Rows:
         return 1
 
     def write(self, piece: Any) -> None:
-        raise NotImplementedError
+        raise AssertionError("nothing is written while needs are reckoned")
 
 
 def _counted(total: int, on_progress: OnProgress) -> Callable[[int], None]:
