@@ -51,15 +51,14 @@ def test_a_training_checkpoint_alone_becomes_a_hugging_face_directory(path, run)
     assert json.loads((out / "config.json").read_text()) == BASE
     assert (out / "generation_config.json").exists()
     assert not (out / "burnish_source.json").exists()
-    assert "verified" in text
+    assert "Verified: all 21 tensors" in text
     assert str(out) in text
-    assert "Rounding" not in text
 
 
-def test_weight_dtype_is_applied_and_its_effect_is_told(run):
-    out, text = convert(run, run / "checkpoints/actor/3/model_params", weight_dtype="bfloat16")
+def test_weight_dtype_is_applied(run):
+    out, _ = convert(run, run / "checkpoints/actor/3/model_params", weight_dtype="bfloat16")
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert "Rounding the weights changed the logits by" in text
+    assert {t.dtype.name for t in load_file(out / "model.safetensors").values()} == {"bfloat16"}
 
 
 def test_a_hugging_face_directory_changes_dtype(tmp_path):
@@ -77,7 +76,7 @@ def test_model_name_must_agree_unless_told_otherwise(run):
 
 
 def test_a_checkpoint_without_its_source_is_refused(run):
-    (run / "checkpoints/actor/3/hf_source/burnish_source.json").unlink()
+    shutil.rmtree(run / "checkpoints/actor/3/hf_source")
     with pytest.raises(CheckpointError, match="without its source's files"):
         convert(run, run / "checkpoints/actor/3/model_params")
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from rich.console import Console
 
 from burnish.checkpoints.arrays import LeafRecord, read_arrays
-from burnish.checkpoints.hf_export import export, snapshot_source
+from burnish.checkpoints.export_command import to_huggingface
+from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import read_config
+from burnish.checkpoints.store import TrainingStore
 from burnish.config.overrides import load_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import ExportConfig, RunConfig
 from burnish.data.tiny import write_tiny_base
 from burnish.models.families import spec_from_hf
 from burnish.models.params import init_params
@@ -69,8 +72,11 @@ def write_checkpoint(directory: Path, seed: int = 0) -> Path:
     snapshot_source(base, directory / "snapshot")
     spec = spec_from_hf(read_config(base))
     params = jax.tree.map(np.asarray, init_params(spec, jax.random.key(seed), std=0.3))
-    export(spec, params, directory / "snapshot", directory / "model")
-    return directory / "model"
+    TrainingStore(directory / "start", keep=1).save(1, params, {}, {}, hf_source=directory / "snapshot")
+    config = ExportConfig(
+        load_parameters_path=str(directory / "start" / "1"), base_output_directory=str(directory / "model")
+    )
+    return to_huggingface(config, Console(quiet=True))
 
 
 def write_questions(file: Path, answers="012345") -> Path:

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 READ_GROUP_BYTES = 1 << 28  # leaves are read back in groups of about this size
+CHUNK_BYTES = 1 << 22  # arrays are stored in chunks of at most this size, of which a reader holds a few at a time
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def write_arrays(path: epath.Path, leaves: Mapping[str, Any]) -> None:
     if not leaves:
         return
     tree = nested({n: x if isinstance(x, jax.Array) else np.asarray(x) for n, x in leaves.items()})
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     with _checkpointer() as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=save_args))
 
 
 def read_arrays(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,17 @@ import numpy as np
 from etils import epath
 
 from burnish.checkpoints.errors import CheckpointError
-from burnish.checkpoints.hf_export import MAX_SHARD_BYTES, SOURCE_FILE, WEIGHT_DTYPES, set_dtype, side_files, write_json
-from burnish.checkpoints.hf_import import read_json, resolve
-from burnish.checkpoints.hf_rows import RowTensor, RowWriter
+from burnish.checkpoints.hf_export import (
+    MAX_SHARD_BYTES,
+    SOURCE_FILE,
+    WEIGHT_DTYPES,
+    export_files,
+    set_dtype,
+    side_files,
+    write_json,
+)
+from burnish.checkpoints.hf_import import read_config, read_json, resolve
+from burnish.checkpoints.hf_rows import RowReader, RowTensor, RowWriter
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.maxtext import (
     HF_SOURCE,
@@ -39,6 +47,7 @@ from burnish.checkpoints.store import (
 )
 from burnish.checkpoints.store import MODEL_PARAMS, complete_imported, find_checkpoint, hf_source_files
 from burnish.checkpoints.transfer import (
+    PIECE_BYTES,
     WORKING_BYTES,
     HfSink,
     HfSource,
@@ -49,8 +58,17 @@ from burnish.checkpoints.transfer import (
     transfer,
 )
 from burnish.checkpoints.trees import ParamsSink, TreeSink, TreeSource
+from burnish.checkpoints.verify import check_written, compare_values
 from burnish.models.errors import ModelError
-from burnish.models.families import resolve_config, spec_from_hf, tensor_map
+from burnish.models.families import (
+    is_left_out,
+    resolve_config,
+    spec_from_hf,
+    tensor_map,
+    text_name,
+    text_only_config,
+    tied_head_copy,
+)
 from burnish.models.params import Params
 from burnish.observe.files import is_local
 
@@ -62,15 +80,6 @@ KIND_WORDS: dict[Kind, str] = {
     "training": "training checkpoint of burnish",
 }
 
-OTHER_MODALITIES = (
-    "model.vision_tower.",
-    "model.embed_vision.",
-    "model.audio_tower.",
-    "model.embed_audio.",
-    "model.multi_modal_projector.",
-)
-"""Prefixes of the tensors of image and audio parts."""
-
 OnProgress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
@@ -79,8 +88,10 @@ OnProgress = Callable[[int, int], None]
 class OpenSource:
     """A checkpoint that was found, compared with its config.json, and can be read.
 
-    `side` is a local directory with config.json and whatever else an export starts from; `left_out` names
-    what the checkpoint holds besides the text model. Close it, or use `open_source` in a with statement.
+    Of a multimodal one it is the text part: `config` and the names of tensors are those of a checkpoint of that
+    alone, and `left_out` names the rest. `side` is a local directory with the source's own config.json and whatever
+    else an export starts from. `source_dtypes` has the tensors of the Hugging Face checkpoint that it comes from, in
+    their order there. Close it, or use `open_source` in a with statement.
     """
 
     kind: Kind
@@ -91,6 +102,11 @@ class OpenSource:
     source_dtypes: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     details: str = ""
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Of `source_dtypes` the tensors that only repeat another one, and that other one: tied heads."""
+        return {name: of for name, of in _tied_head(self.config).items() if name in self.source_dtypes}
 
     @property
     def num_bytes(self) -> int:
@@ -137,11 +153,13 @@ def open_source(
 
 def _open_hf(path: str, model_name: str | None, token: str | None, stack: ExitStack) -> OpenSource:
     directory = resolve(path, token)
-    config = _config(directory, model_name)
+    own, config = _configs(directory, model_name)
+    expected = _expected(config)
     stored = list_tensors(directory)
-    left_out = [t.name for t in stored if "text_config" in config and t.name.startswith(OTHER_MODALITIES)]
-    tensors = _check_stored(directory, stored, _expected(config), set(left_out), config)
-    source = HfSource(tensors)
+    left_out = [t.name for t in stored if is_left_out(str(own["model_type"]), t.name)]
+    stored = [replace(t, name=text_name(own, t.name)) for t in stored if t.name not in set(left_out)]
+    tensors = _check_stored(directory, stored, expected, config)
+    source = HfSource([t for t in tensors if t.name in expected])
     stack.callback(source.reader.close)
     dtypes = {t.name: t.dtype for t in tensors}
     return OpenSource("hf", str(directory), source, config, directory, dtypes, left_out)
@@ -160,18 +178,19 @@ def _check_stored(
     directory: Path,
     stored: list[StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
-    left_out: set[str],
     config: Mapping[str, Any],
 ) -> list[StoredTensor]:
-    """The tensors to convert, in file order; names, shapes and dtypes are those that config.json asks for."""
+    """The tensors to convert, in file order; names, shapes and dtypes are those that config.json asks for. A tied
+    head that the file holds although it is the embeddings is among them."""
+    tied = _tied_head(config)
+    expected = {**expected, **{head: expected[embeddings] for head, embeddings in tied.items()}}
     found = {t.name for t in stored}
     if len(found) < len(stored):
         names = [t.name for t in stored]
         twice = sorted({n for n in names if names.count(n) > 1})
         raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
-    if missing := [name for name in expected if name not in found]:
+    if missing := [name for name in expected if name not in found and name not in tied]:
         raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
-    text = config.get("text_config", config)
     extra = []
     for t in stored:
         if t.name in expected:
@@ -183,13 +202,38 @@ def _check_stored(
                 raise CheckpointError(
                     f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
                 )
-        elif t.name not in left_out and not t.name.endswith("rotary_emb.inv_freq"):
-            if t.name == "lm_head.weight" and text.get("tie_word_embeddings", config.get("tie_word_embeddings")):
-                continue  # a copy of the embeddings
+        elif not t.name.endswith("rotary_emb.inv_freq"):
             extra.append(t.name)
     if extra:
         raise CheckpointError(f"{directory}: tensors that config.json has no place for: {few(extra)}")
-    return [t for t in stored if t.name in expected]
+    tensors = {t.name: t for t in stored if t.name in expected}
+    for head, embeddings in tied.items():
+        if head in tensors:
+            _check_tied_head(tensors[embeddings], tensors[head])
+    return list(tensors.values())
+
+
+def _tied_head(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where the output projection is the embeddings: its name, under which a file may hold them again, and theirs."""
+    try:
+        spec = spec_from_hf(config)
+    except ModelError:
+        return {}
+    head = tied_head_copy(spec)
+    return {} if head is None else {head.name: next(m.name for m in tensor_map(spec) if m.path == head.path)}
+
+
+def _check_tied_head(embeddings: StoredTensor, head: StoredTensor) -> None:
+    rows = max(1, PIECE_BYTES // (embeddings.shape[1] * 4))
+    with RowReader([embeddings, head]) as reader:
+        for start in range(0, embeddings.shape[0], rows):
+            stop = min(start + rows, embeddings.shape[0])
+            a, b = (reader.rows(t.name, start, stop).astype(np.float32) for t in (embeddings, head))
+            if not np.array_equal(a, b):
+                raise CheckpointError(
+                    f"{head.file}: {head.name} differs from the embeddings, but config.json has "
+                    "tie_word_embeddings true; one of the two is wrong"
+                )
 
 
 def _open_maxtext(
@@ -210,7 +254,7 @@ def _open_maxtext(
             f"{path} is a MaxText checkpoint without its source's files: give the Hugging Face directory or hub id of "
             "the model with hf_model_path (config.json, tokenizer), or its model_name (config.json only)"
         )
-    config = _config(side, model_name)
+    own, config = _configs(side, model_name)
     found = check_leaves(checkpoint, family_of(config))
     source = MaxTextSource(checkpoint, found)
     storage = f"{'OCDBT' if checkpoint.reader.use_ocdbt else 'one directory per array'}, "
@@ -222,7 +266,7 @@ def _open_maxtext(
         source,
         config,
         side,
-        _source_dtypes(side, source),
+        _source_dtypes(side, source, own),
         checkpoint.left_out(),
         details,
     )
@@ -234,9 +278,9 @@ def _open_training(path: str, model_name: str | None, scratch: Path) -> OpenSour
     if checkpoint is None or saved is None:
         raise CheckpointError(f"{path} was saved without its source's files (config.json, tokenizer)")
     side = _local_copy(saved, scratch / "saved")
-    config = _config(side, model_name)
+    own, config = _configs(side, model_name)
     source = TreeSource(checkpoint, spec_from_hf(config))
-    return OpenSource("training", str(checkpoint), source, config, side, _source_dtypes(side, source))
+    return OpenSource("training", str(checkpoint), source, config, side, _source_dtypes(side, source, own))
 
 
 def _local_copy(source: epath.Path, target: Path) -> Path:
@@ -246,17 +290,20 @@ def _local_copy(source: epath.Path, target: Path) -> Path:
     return target
 
 
-def _config(directory: Path, model_name: str | None) -> dict[str, Any]:
-    file = directory / "config.json"
-    return resolve_config(model_name, read_json(file) if file.exists() else None, str(directory))
+def _configs(directory: Path, model_name: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json as it is there, and that of its text part alone."""
+    own = read_config(directory, model_name)
+    return own, text_only_config(own)
 
 
-def _source_dtypes(side: Path, source: Source) -> dict[str, str]:
-    """The dtypes that the tensors had in the Hugging Face checkpoint they come from, where that is known."""
+def _source_dtypes(side: Path, source: Source, own: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors of the Hugging Face checkpoint that a source comes from, with their dtypes, where they were noted."""
     if (side / SOURCE_FILE).exists():
         noted: dict[str, str] = read_json(side / SOURCE_FILE)["tensors"]
-        if all(name in noted for name in source.tensors):
-            return {name: dtype for name, dtype in noted.items() if name in source.tensors}
+        noted = {text_name(own, name): dtype for name, dtype in noted.items()}
+        known = source.tensors.keys() | _tied_head(text_only_config(own)).keys()
+        if source.tensors.keys() <= noted.keys() <= known:
+            return noted
     return {name: tensor.dtype for name, tensor in source.tensors.items()}
 
 
@@ -343,14 +390,11 @@ def _check_memory(needs: Needs) -> None:
 def row_tensors(opened: OpenSource, weight_dtype: str | None) -> list[RowTensor]:
     """The tensors of a Hugging Face export in the source's order, each with its dtype there or the one
     that was asked for."""
-    return [
-        RowTensor(
-            name,
-            dtype if weight_dtype is None else WEIGHT_DTYPES[weight_dtype],
-            opened.source.tensors[name].shape,
-        )
-        for name, dtype in opened.source_dtypes.items()
-    ]
+    tensors = []
+    for name, dtype in opened.source_dtypes.items():
+        written = dtype if weight_dtype is None else WEIGHT_DTYPES[weight_dtype]
+        tensors.append(RowTensor(name, written, opened.source.tensors[opened.copies.get(name, name)].shape))
+    return tensors
 
 
 def write_hf(
@@ -359,12 +403,13 @@ def write_hf(
     weight_dtype: str | None,
     on_needs: Callable[[Needs], None],
     on_progress: OnProgress,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    verify: bool = False,
 ) -> None:
-    """Write a Hugging Face directory with the source's own files. Raises CheckpointError, leaving
-    nothing behind."""
+    """Write a Hugging Face directory with the source's own files; with `verify`, read every value of it back and
+    compare it with the source's. Raises CheckpointError, leaving nothing behind."""
     tensors = row_tensors(opened, weight_dtype)
-    files = side_files(opened.side)
+    files = export_files(opened.side, opened.config)
     disk = sum(t.nbytes for t in tensors) + sum(f.stat().st_size for f in files) + 2**20
     check_destination(out)
     needs = _needs(opened.source, _Rows(), disk, out)
@@ -377,14 +422,15 @@ def write_hf(
             write_json(partial / "config.json", opened.config)
         if weight_dtype is not None:
             set_dtype(partial / "config.json", weight_dtype)
-        writer = RowWriter(partial, tensors, max_shard_bytes)
+        count = _counted(opened.num_bytes * (1 + verify), on_progress)
+        writer = RowWriter(partial, tensors, MAX_SHARD_BYTES)
         try:
-            transfer(opened.source, HfSink(writer), _counted(opened.num_bytes, on_progress))
+            transfer(opened.source, HfSink(writer, opened.copies), count)
         finally:
             writer.close()
-        found = {(t.name, t.dtype, t.shape) for t in list_tensors(partial)}
-        if found != {(t.name, t.dtype, t.shape) for t in tensors}:
-            raise CheckpointError(f"{partial} does not read back as it was written")
+        check_written(partial, tensors, opened.config)
+        if verify:
+            compare_values(partial, opened.source, opened.copies, count)
 
 
 class _Rows:

@@ -132,7 +132,7 @@ def load_params(
     stored = list_tensors(directory)
     mappings = {m.name: m for m in tensor_map(spec)}
     check_headers(directory, spec, stored)
-    stored = [t for t in stored if not is_left_out(spec, t.name)]
+    stored = [t for t in stored if not is_left_out(spec.family, t.name)]
 
     params = _map_infos(lambda info: np.empty(info.shape, dtype), param_infos(spec))
     total, done = sum(t.end - t.start for t in stored), 0
@@ -156,7 +156,7 @@ def left_out_tensors(directory: Path, spec: ModelSpec) -> list[str]:
     """Names of the tensors of a checkpoint that are known and not read: its vision and audio towers."""
     if not any(directory.glob("*.safetensors")):
         return []
-    return [t.name for t in list_tensors(directory) if is_left_out(spec, t.name)]
+    return [t.name for t in list_tensors(directory) if is_left_out(spec.family, t.name)]
 
 
 def _map_infos(make: Callable[[ParamInfo], Any], tree: Any) -> Any:
@@ -193,7 +193,7 @@ def check_headers(directory: Path, spec: ModelSpec, stored: Sequence[StoredTenso
     extra = [
         t
         for t in stored
-        if t.name not in expected and buffer_values(spec, t.name) is None and not is_left_out(spec, t.name)
+        if t.name not in expected and buffer_values(spec, t.name) is None and not is_left_out(spec.family, t.name)
     ]
     if extra:
         raise CheckpointError(

@@ -4,6 +4,8 @@ The tree's stacked arrays are read and written leaf by leaf; what a Hugging Face
 family's tensor map. A conversion writes no optimizer state: the result is something to start from.
 """
 
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,9 +18,9 @@ from burnish.checkpoints.blocks import cast, is_finite
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_rows import RowTensor
 from burnish.checkpoints.orbax_files import ArraySpec, OrbaxReader, OrbaxWriter
-from burnish.checkpoints.safetensors_file import DTYPES
+from burnish.checkpoints.safetensors_file import DTYPES, few
 from burnish.checkpoints.store import MODEL_PARAMS, model_params_records
-from burnish.checkpoints.transfer import Piece, Sink, Work
+from burnish.checkpoints.transfer import WORKING_BYTES, Piece, Sink, Work, pieces
 from burnish.models.families import TensorMapping, tensor_map
 from burnish.models.params import ParamInfo, Params, param_infos
 from burnish.models.spec import ModelSpec
@@ -33,26 +35,59 @@ class TreeSource:
         self._checkpoint = checkpoint
         self._mappings: dict[str, list[TensorMapping]] = {}
         self.tensors = {}
+        names = {str(dtype): name for name, dtype in DTYPES.items()}
+        infos: dict[str, ParamInfo] = {}
+        _named(param_infos(spec), "", infos)
+        if self._records.keys() != infos.keys():
+            differ = sorted(self._records.keys() ^ infos.keys())
+            raise CheckpointError(f"{checkpoint} and its config.json disagree about the parameters {few(differ)}")
+        for leaf, info in infos.items():
+            found = self._records[leaf]
+            if found.shape != info.shape or found.dtype not in names:
+                raise CheckpointError(
+                    f"{checkpoint}: {leaf} is {found.dtype}{list(found.shape)}; its config.json asks for "
+                    f"{list(info.shape)}, of {', '.join(names)}"
+                )
         for mapping in tensor_map(spec):
             leaf = "/".join(mapping.path)
-            if leaf not in self._records:
-                raise CheckpointError(f"{checkpoint} has no parameter {leaf}, which its config.json asks for")
             self._mappings.setdefault(leaf, []).append(mapping)
-            dtype = next(n for n, d in DTYPES.items() if str(d) == self._records[leaf].dtype)
-            self.tensors[mapping.name] = RowTensor(mapping.name, dtype, mapping.hf_shape)
+            self.tensors[mapping.name] = RowTensor(mapping.name, names[self._records[leaf].dtype], mapping.hf_shape)
 
     def work(self, sink: Sink) -> Iterator[Work]:
         for leaf, mappings in self._mappings.items():
 
             def read(leaf: str = leaf) -> Params:
-                array = self._reader.read(leaf.replace("/", "."))
+                array = self._read(leaf.replace("/", "."))
                 if record(array) != self._records[leaf]:
                     raise CheckpointError(f"{self._checkpoint}: {leaf} is not what was written; it is damaged")
                 return nested({leaf: array})
 
-            parts = [lambda tree, m=m: Piece(m.name, 0, np.ascontiguousarray(m.to_hf(m.slot(tree)))) for m in mappings]
-            largest = max(self.tensors[m.name].nbytes for m in mappings)
-            yield Work(self._records[leaf].num_bytes + 2 * largest, read, parts)
+            parts = [part for mapping in mappings for part in self._parts(mapping, sink)]
+            nbytes = self._records[leaf].num_bytes
+            yield Work(nbytes + min(2 * nbytes, WORKING_BYTES // 2), read, parts)
+
+    def _parts(self, mapping: TensorMapping, sink: Sink) -> Iterator[Callable[[Params], Piece]]:
+        tensor = self.tensors[mapping.name]
+        unit = min(math.lcm(mapping.row_unit, sink.unit(mapping.name)), tensor.shape[0])
+        for start, stop in pieces(tensor.shape[0], unit, tensor.row_bytes):
+
+            def part(tree: Params, start: int = start, stop: int = stop) -> Piece:
+                rows = mapping.hf_rows(mapping.slot(tree), start, stop)
+                return Piece(mapping.name, start, np.ascontiguousarray(rows))
+
+            yield part
+
+    def _read(self, name: str) -> np.ndarray:
+        """A whole array, chunk by chunk: TensorStore holds all that it reads at once twice, packed and unpacked."""
+        stored = self._reader.array(name)
+        array = np.empty(stored.shape, stored.dtype)
+        starts = (range(0, n, c) for n, c in zip(stored.shape, stored.chunks, strict=True))
+        for corner in itertools.product(*starts):
+            chunk = tuple(
+                slice(at, min(at + c, n)) for at, c, n in zip(corner, stored.chunks, stored.shape, strict=True)
+            )
+            array[chunk] = self._reader.read(name, chunk)
+        return array
 
     def largest_work(self, sink: Sink) -> int:
         return max(work.nbytes for work in self.work(sink))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from burnish.models.errors import ModelError
-from burnish.models.families.family import Family
+from burnish.models.families.family import Family, TextPart
 from burnish.models.families.tensors import TensorMapping, head_mapping
 from burnish.models.rope import inverse_frequencies
 from burnish.models.spec import ModelSpec, RopeSpec
@@ -31,6 +31,8 @@ __all__ = [
     "resolve_config",
     "spec_from_hf",
     "tensor_map",
+    "text_name",
+    "text_only_config",
     "tied_head_copy",
 ]
 
@@ -68,10 +70,47 @@ def tensor_map(spec: ModelSpec) -> list[TensorMapping]:
     return _FAMILIES[spec.family].tensor_map(spec)
 
 
-def is_left_out(spec: ModelSpec, name: str) -> bool:
+def is_left_out(model_type: str, name: str) -> bool:
     """Whether a tensor of a checkpoint is known and deliberately not read: vision and audio towers."""
-    pattern = _FAMILIES[spec.family].left_out
+    family = _FAMILIES.get(model_type)
+    pattern = None if family is None else family.left_out
     return pattern is not None and pattern.fullmatch(name) is not None
+
+
+# What a multimodal config.json says beside its text_config and a text model's says itself.
+_OUTER_FIELDS = (
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def text_only_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the text part alone: of a multimodal model its text_config as that of a model of its own, else
+    the same. Raises ModelError where there is no text_config."""
+    part = _text_part(config)
+    if part is None:
+        return dict(config)
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"config.json: text_config is {text!r}, an object is needed")
+    outer = {field: config[field] for field in _OUTER_FIELDS if config.get(field) is not None}
+    return {**text, **outer, "model_type": part.model_type, "architectures": [part.architecture]}
+
+
+def text_name(config: Mapping[str, Any], name: str) -> str:
+    """What a tensor of a checkpoint is called in a checkpoint of the text part alone."""
+    part = _text_part(config)
+    return name if part is None or not name.startswith(part.prefix) else "model." + name.removeprefix(part.prefix)
+
+
+def _text_part(config: Mapping[str, Any]) -> TextPart | None:
+    family = _FAMILIES.get(str(config.get("model_type")))
+    return None if family is None else family.text_parts.get(config["model_type"])
 
 
 def tied_head_copy(spec: ModelSpec) -> TensorMapping | None:

@@ -10,6 +10,16 @@ from burnish.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
+class TextPart:
+    """How the text part of a multimodal checkpoint is a checkpoint of its own."""
+
+    model_type: str
+    architecture: str
+    prefix: str
+    """What names of text tensors begin with in the multimodal checkpoint, where its own have "model."."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models. docs/guides/new-model.md shows how to write one."""
 
@@ -24,6 +34,9 @@ class Family:
 
     left_out: re.Pattern[str] | None = None
     """Names of tensors that a checkpoint may hold and that are not read: vision and audio towers."""
+
+    text_parts: Mapping[str, TextPart] = field(default_factory=dict)
+    """The text parts of multimodal model types."""
 
     presets: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of published models, by the names that model_name takes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from burnish.models.errors import ModelError
 from burnish.models.families import config as read
-from burnish.models.families.family import Family
+from burnish.models.families.family import Family, TextPart
 from burnish.models.families.tensors import TensorMapping, decoder_map
 from burnish.models.spec import LayerKind, ModelSpec, RopeSpec
 
@@ -180,6 +180,7 @@ FAMILY = Family(
     tuple(_ARCHITECTURES),
     spec_from_hf,
     tensor_map,
+    text_parts={"gemma3": TextPart("gemma3_text", _ARCHITECTURES["gemma3_text"], _PREFIXES["gemma3"])},
     left_out=re.compile(r"(vision_tower|multi_modal_projector)\..*"),
     presets=_PRESETS,
 )

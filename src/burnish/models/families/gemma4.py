@@ -12,7 +12,7 @@ from typing import Any
 
 from burnish.models.errors import ModelError
 from burnish.models.families import config as read
-from burnish.models.families.family import Family
+from burnish.models.families.family import Family, TextPart
 from burnish.models.families.gemma3 import GEMMA_NAMES, text_config
 from burnish.models.families.tensors import FusedExpertNames, TensorMapping, decoder_map
 from burnish.models.spec import ExpertsSpec, LayerKind, ModelSpec, RopeSpec
@@ -236,6 +236,7 @@ FAMILY = Family(
     tuple(_ARCHITECTURES),
     spec_from_hf,
     tensor_map,
+    text_parts={"gemma4": TextPart("gemma4_text", _ARCHITECTURES["gemma4_text"], _PREFIXES["gemma4"])},
     left_out=re.compile(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*"),
     presets=_PRESETS,
 )

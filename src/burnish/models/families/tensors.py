@@ -38,6 +38,22 @@ class TensorMapping:
         inverse = tuple(int(i) for i in np.argsort(self.order))
         return array.transpose(inverse).reshape(self.hf_shape)
 
+    @property
+    def row_unit(self) -> int:
+        """`hf_rows` cuts the first axis into multiples of this many rows."""
+        unit, joined = 1, self.split[0]
+        for n in self.split[1:]:
+            if joined == self.hf_shape[0]:
+                break
+            unit, joined = unit * n, joined * n
+        return unit
+
+    def hf_rows(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of `to_hf`, without making the rest of it."""
+        inverse = tuple(int(i) for i in np.argsort(self.order))
+        rows = array.transpose(inverse)[start // self.row_unit : -(-stop // self.row_unit)]
+        return rows.reshape(stop - start, *self.hf_shape[1:])
+
     def slot(self, params: Any) -> Any:
         """This tensor's part of a parameter tree (of NumPy arrays: a view that can be written through)."""
         leaf = params
