@@ -87,14 +87,21 @@ def is_finite(a: np.ndarray) -> bool:
 
 
 def _times(a: np.ndarray, factor: float) -> np.ndarray:
-    return (a.astype(np.float32) * np.float32(factor)).astype(a.dtype)
+    return _in_float32(np.multiply, a, factor)
 
 
 def _restored(a: np.ndarray, factor: Factor) -> np.ndarray:
     if factor.back_times is not None:
         return _times(a, factor.back_times)
-    return (a.astype(np.float32) / np.float32(factor.times)).astype(a.dtype)
+    return _in_float32(np.divide, a, factor.times)
 
 
 def _plus(a: np.ndarray, shift: float) -> np.ndarray:
-    return (a.astype(np.float32) + np.float32(shift)).astype(a.dtype)
+    return _in_float32(np.add, a, shift)
+
+
+def _in_float32(operation: np.ufunc, a: np.ndarray, operand: float) -> np.ndarray:
+    """The operation in float32, rounded to the dtype of `a`, a few thousand elements at a time."""
+    out = np.empty_like(a)
+    operation(a, np.float32(operand), out=out, dtype=np.float32, casting="unsafe")
+    return out

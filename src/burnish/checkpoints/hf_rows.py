@@ -4,7 +4,6 @@ Files are neither mapped nor read whole, so memory holds only the rows that are 
 out and reserves all files first: what does not fit on the disk fails before anything is converted.
 """
 
-import errno
 import json
 import os
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from burnish.checkpoints.direct_file import DirectFile
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.safetensors_file import (
     DTYPES,
@@ -94,16 +94,15 @@ class RowWriter:
         names = [SINGLE_FILE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.directory = directory
         self.tensors = {t.name: t for t in tensors}
-        self._fds: list[int] = []
-        self._place: dict[str, tuple[int, int]] = {}
+        self._files: list[DirectFile] = []
+        self._place: dict[str, tuple[DirectFile, int]] = {}
         for name, shard in zip(names, shards, strict=True):
             layout = sorted(shard, key=lambda t: -DTYPES[t.dtype].itemsize)
             head, starts = encode_header([(t.name, t.dtype, t.shape) for t in layout])
-            fd = os.open(directory / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            self._fds.append(fd)
-            _reserve(fd, len(head) + sum(t.nbytes for t in shard), directory / name)
-            _write_at(fd, memoryview(head), 0)
-            self._place |= {t.name: (fd, starts[t.name]) for t in shard}
+            file = DirectFile(directory / name, len(head) + sum(t.nbytes for t in shard))
+            self._files.append(file)
+            file.write(np.frombuffer(head, np.uint8), 0)
+            self._place |= {t.name: (file, starts[t.name]) for t in shard}
         if count > 1:
             index = {
                 "metadata": {"total_size": sum(t.nbytes for t in tensors)},
@@ -113,37 +112,19 @@ class RowWriter:
 
     def write(self, name: str, start: int, rows: np.ndarray, half: int | None = None) -> None:
         """Rows of a tensor from `start`; with `half`, only that half of each row's second axis."""
-        fd, at = self._place[name]
+        file, at = self._place[name]
         tensor = self.tensors[name]
         if rows.dtype != DTYPES[tensor.dtype]:
             raise ValueError(f"{name}: rows of {rows.dtype} for a tensor of {tensor.dtype}")
         data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
         at += start * tensor.row_bytes
         if half is None:
-            _write_at(fd, data.reshape(-1).data, at)
+            file.write(data.reshape(-1), at)
             return
         for i, row in enumerate(data):
-            _write_at(fd, row.data, at + i * tensor.row_bytes + half * row.nbytes)
+            file.write(row, at + i * tensor.row_bytes + half * row.nbytes)
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
-
-
-def _reserve(fd: int, size: int, file: Path) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise CheckpointError(
-                f"{file}: {size / 1e9:.2f} GB cannot be reserved ({os.strerror(error.errno or 0)}); free some space "
-                "or choose a directory on another disk"
-            ) from error
-        os.ftruncate(fd, size)
-
-
-def _write_at(fd: int, data: memoryview, at: int) -> None:
-    while data:
-        count = os.pwrite(fd, data[: 1 << 30], at)
-        data, at = data[count:], at + count
+        for file in self._files:
+            file.close()
+        self._files = []

@@ -133,9 +133,11 @@ def region(leaf: Leaf, index: Sequence[int], start: int, stop: int) -> tuple[int
 
 def chunk_shape(leaf: Leaf, itemsize: int, piece_bytes: int) -> tuple[int, ...]:
     """Chunks that one piece of one tensor fills: single on stacked axes, and as many indices of the row axis
-    as fit `piece_bytes`."""
+    as fit `piece_bytes`, spread evenly because the last chunk is stored as large as the others."""
     one_row = math.prod(n for a, n in enumerate(leaf.shape) if a not in leaf.stacked and a != leaf.row_axis)
-    count = max(1, min(leaf.shape[leaf.row_axis], piece_bytes // (one_row * itemsize)))
+    rows = leaf.shape[leaf.row_axis]
+    num_chunks = -(-rows // max(1, piece_bytes // (one_row * itemsize)))
+    count = -(-rows // num_chunks)
     return tuple(1 if a in leaf.stacked else count if a == leaf.row_axis else n for a, n in enumerate(leaf.shape))
 
 

@@ -1,29 +1,39 @@
-"""One Orbax item on disk (a tree of arrays), read and written region by region with TensorStore.
+"""One Orbax item on disk (a tree of arrays), read and written region by region.
 
 Orbax itself reads and writes whole trees; a conversion must not hold one. The files are the same: both
 storage forms (OCDBT or one directory per array), Zarr 2 and 3, and the metadata that Orbax and MaxText ask
-for. Arrays are written uncompressed: weights hardly compress, and packing them costs more than copying.
+for. TensorStore reads them, whatever wrote them. Arrays are written uncompressed (weights hardly compress, and
+packing them costs more than copying), so that a chunk is its bytes and local files can be written directly.
 """
 
 import base64
+import itertools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from burnish.checkpoints.direct_file import DirectFile
 from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.ocdbt_file import OcdbtFile, stored_bytes
 from burnish.observe.files import is_local
 
 METADATA = "_METADATA"
 COMMIT_SUCCESS = "commit_success.txt"
 
-# Files are synced once, when a whole checkpoint is there.
-_CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 4}, "file_io_sync": False}
+# Chunks are read once and not kept; the nodes of an OCDBT tree are asked for with every chunk.
+_CONTEXT = {
+    "cache_pool": {"total_bytes_limit": 0},
+    "cache_pool#nodes": {"total_bytes_limit": 16 << 20},
+    "file_io_concurrency": {"limit": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,14 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        return int(np.prod(self.chunks, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
 
 
 class OrbaxReader:
@@ -100,6 +118,43 @@ class OrbaxReader:
             ) from error
 
 
+class _Chunks(Protocol):
+    """Where encoded chunks and metadata go, by their keys."""
+
+    def put(self, key: str, value: np.ndarray) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _PlainFiles:
+    """A local file for each key."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def put(self, key: str, value: np.ndarray) -> None:
+        path = self._directory / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with DirectFile(path, len(value)) as file:
+            file.write(value, 0)
+
+    def finish(self) -> None:
+        pass
+
+
+class _Remote:
+    """An object store, by TensorStore."""
+
+    def __init__(self, kvstore: Mapping[str, Any]) -> None:
+        self._store = ts.KvStore.open(dict(kvstore), context=ts.Context(_CONTEXT)).result()
+
+    def put(self, key: str, value: np.ndarray) -> None:
+        self._store.write(key, value.tobytes()).result()
+
+    def finish(self) -> None:
+        pass
+
+
 class OrbaxWriter:
     """Writes an item directory: arrays are announced first, filled by regions, then `finish` makes the
     directory one that Orbax reads."""
@@ -107,34 +162,60 @@ class OrbaxWriter:
     def __init__(
         self, directory: epath.PathLike, arrays: Sequence[ArraySpec], *, use_ocdbt: bool, use_zarr3: bool
     ) -> None:
+        """Raises CheckpointError when the disk is too full."""
         self.directory = epath.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._arrays, self._use_ocdbt, self._use_zarr3 = list(arrays), use_ocdbt, use_zarr3
-        kvstore = _kvstore(self.directory, use_ocdbt)
-        context = ts.Context(_CONTEXT)
-        opening = {}
-        for array in arrays:
-            spec = {
-                "driver": "zarr3" if use_zarr3 else "zarr",
-                "kvstore": {**kvstore, "path": _array_path(kvstore, array.name)},
-                "metadata": _zarr3(array) if use_zarr3 else _zarr2(array),
-                "store_data_equal_to_fill_value": True,
-            }
-            opening[array.name] = ts.open(spec, create=True, open=True, write=True, context=context)
-        self._stores = {name: future.result() for name, future in opening.items()}
+        self._arrays, self._use_ocdbt, self._use_zarr3 = {a.name: a for a in arrays}, use_ocdbt, use_zarr3
+        metadata = {
+            f"{a.name}/zarr.json" if use_zarr3 else f"{a.name}/.zarray": _bytes(_zarr3(a) if use_zarr3 else _zarr2(a))
+            for a in arrays
+        }
+        self._chunks: _Chunks
+        if not is_local(self.directory):
+            self._chunks = _Remote(_kvstore(self.directory, use_ocdbt))
+        elif use_ocdbt:
+            capacity = sum(stored_bytes(len(m)) for m in metadata.values())
+            capacity += sum(stored_bytes(a.chunk_bytes) * a.num_chunks for a in arrays)
+            self._chunks = OcdbtFile(Path(self.directory), capacity)
+        else:
+            self._chunks = _PlainFiles(Path(self.directory))
+        for key, value in metadata.items():
+            self._chunks.put(key, value)
 
     def write(self, name: str, index: tuple[int | slice, ...], values: np.ndarray) -> None:
-        """Fill a region; returns when it is on its way to the disk. Regions of whole chunks may be written
-        from several threads."""
-        store = self._stores[name]
-        (store[index] if index else store).write(values, can_reference_source_data_indefinitely=True).result()
+        """Fill a region of whole chunks (cut off only where the array ends) with values of the array's dtype.
+        Called from several threads."""
+        array = self._arrays[name]
+        bounds = _bounds(array.shape, index)
+        values = values.reshape([stop - start for start, stop in bounds])
+        if values.dtype != array.dtype or any(
+            start % chunk or (stop % chunk and stop < size)
+            for (start, stop), chunk, size in zip(bounds, array.chunks, array.shape, strict=True)
+        ):
+            raise ValueError(f"{name}: {values.dtype} for {bounds} of {array}")
+        grid = [range(start // n, -(-stop // n)) for (start, stop), n in zip(bounds, array.chunks, strict=True)]
+        for place in itertools.product(*grid):
+            part = values[
+                tuple(
+                    slice(i * n - start, (i + 1) * n - start)
+                    for i, n, (start, _) in zip(place, array.chunks, bounds, strict=True)
+                )
+            ]
+            if part.shape != array.chunks:  # stored chunks are whole
+                whole = np.zeros(array.chunks, array.dtype)
+                whole[tuple(slice(n) for n in part.shape)] = part
+                part = whole
+            numbers = [str(i) for i in place]
+            key = "/".join(["c", *numbers]) if self._use_zarr3 else ".".join(numbers) or "0"
+            self._chunks.put(f"{name}/{key}", np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
     def finish(self, tree: Mapping[str, tuple[str, ...]], empty: Sequence[str] = ()) -> None:
         """Write the metadata. `tree` has each array's keys (their types are dict keys), `empty` the keys of
         empty dicts at the root."""
-        scalars = {a.name for a in self._arrays if not a.shape}
+        self._chunks.finish()
+        scalars = {a.name for a in self._arrays.values() if not a.shape}
         entries: dict[str, Any] = {}
-        for array in self._arrays:
+        for array in self._arrays.values():
             keys = tree[array.name]
             value: dict[str, Any] = {"value_type": "scalar", "skip_deserialize": False}
             if array.name not in scalars:
@@ -158,7 +239,7 @@ class OrbaxWriter:
         (self.directory / METADATA).write_text(json.dumps(metadata))
         # Where no sharding is asked for, Orbax puts arrays where the file says: on one device.
         sharding = json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": "TFRT_CPU_0"})
-        names = {base64.b64encode(a.name.encode()).decode(): sharding for a in self._arrays if a.shape}
+        names = {base64.b64encode(a.name.encode()).decode(): sharding for a in self._arrays.values() if a.shape}
         (self.directory / "_sharding").write_text(json.dumps(names))
         arrays = [
             {
@@ -169,7 +250,7 @@ class OrbaxWriter:
                     "ext_metadata": None,
                 }
             }
-            for a in self._arrays
+            for a in self._arrays.values()
             if a.shape
         ]
         (self.directory / "array_metadatas").mkdir(parents=True, exist_ok=True)
@@ -193,12 +274,13 @@ def _kvstore(directory: epath.Path, use_ocdbt: bool) -> dict[str, Any]:
     if not is_local(directory):
         url = str(directory).rstrip("/") + "/"
         if use_ocdbt:
-            return {"driver": "ocdbt", "base": url}
+            return {"driver": "ocdbt", "base": url, "cache_pool": "cache_pool#nodes"}
         bucket, _, path = url.removeprefix("gs://").partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": path}
     path = os.path.abspath(directory) + "/"
     if use_ocdbt:
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": path}}
+        base = {"driver": "file", "path": path}
+        return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}
     return {"driver": "file", "path": path}
 
 
@@ -212,22 +294,43 @@ def _dtype_name(dtype: np.dtype) -> str:
 
 def _zarr3(array: ArraySpec) -> dict[str, Any]:
     return {
+        "zarr_format": 3,
+        "node_type": "array",
         "shape": list(array.shape),
         "data_type": _dtype_name(array.dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunks)}},
+        "chunk_key_encoding": {"name": "default"},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "fill_value": 0 if array.dtype.kind == "i" else 0.0,
     }
 
 
 def _zarr2(array: ArraySpec) -> dict[str, Any]:
     dtype = _dtype_name(array.dtype)
     return {
+        "zarr_format": 2,
         "shape": list(array.shape),
         "chunks": list(array.chunks),
         "dtype": dtype if dtype == "bfloat16" else array.dtype.newbyteorder("<").str,
+        "order": "C",
         "compressor": None,
+        "filters": None,
+        "fill_value": None,
         "dimension_separator": ".",
     }
+
+
+def _bytes(metadata: Mapping[str, Any]) -> np.ndarray:
+    return np.frombuffer(json.dumps(metadata).encode(), np.uint8)
+
+
+def _bounds(shape: Sequence[int], index: Sequence[int | slice]) -> list[tuple[int, int]]:
+    """(start, stop) on each axis of a region; axes that the index does not name are whole."""
+    rest = [slice(None)] * (len(shape) - len(index))
+    return [
+        (i, i + 1) if isinstance(i, int) else i.indices(size)[:2]
+        for i, size in zip((*index, *rest), shape, strict=True)
+    ]
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ from burnish.checkpoints.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DATA_ALIGNMENT = 4096  # data start at a block, for files that are written or mapped by blocks
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -150,7 +151,7 @@ def encode_header(layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
         end += int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
     head = struct.pack("<Q", len(text)) + text
     return head, {name: len(head) + start for name, start in starts.items()}
 
