@@ -98,14 +98,14 @@ def transfer(source: Source, sink: Sink, on_bytes: Callable[[int], None], num_th
             stream.run(work.nbytes, work.read, [partial(move, part) for part in work.parts])
 
 
-def _pieces(num_rows: int, unit: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+def pieces(num_rows: int, unit: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of pieces that are multiples of `unit` rows and of about PIECE_BYTES."""
     step = unit * max(1, PIECE_BYTES // (unit * row_bytes))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
 
 
-def _narrowed(piece: Piece, dtype: np.dtype) -> np.ndarray:
+def narrowed(piece: Piece, dtype: np.dtype) -> np.ndarray:
     """The rows in a sink's dtype, checked where the cast can overflow."""
     rows = cast(piece.rows, dtype)
     if dtype != piece.rows.dtype and not is_finite(rows):
@@ -122,7 +122,7 @@ class HfSource:
 
     def work(self, sink: Sink) -> Iterator[Work]:
         for name, tensor in self.tensors.items():
-            for start, stop in _pieces(tensor.shape[0], sink.unit(name), tensor.row_bytes):
+            for start, stop in pieces(tensor.shape[0], sink.unit(name), tensor.row_bytes):
 
                 def read(name: str = name, start: int = start, stop: int = stop) -> Piece:
                     return Piece(name, start, self.reader.rows(name, start, stop))
@@ -139,15 +139,20 @@ class HfSink:
 
     takes_halves = True
 
-    def __init__(self, writer: RowWriter) -> None:
+    def __init__(self, writer: RowWriter, copies: Mapping[str, str]) -> None:
+        """`copies`: tensors that are written with the values of another one."""
         self.writer = writer
+        self._written = {name: [name] for name in writer.tensors if name not in copies}
+        for copy, name in copies.items():
+            self._written[name].append(copy)
 
     def unit(self, tensor: str) -> int:
         return 1
 
     def write(self, piece: Piece) -> None:
-        dtype = DTYPES[self.writer.tensors[piece.tensor].dtype]
-        self.writer.write(piece.tensor, piece.start, _narrowed(piece, dtype), piece.half)
+        for name in self._written[piece.tensor]:
+            rows = narrowed(piece, DTYPES[self.writer.tensors[name].dtype])
+            self.writer.write(name, piece.start, rows, piece.half)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ class MaxTextSource:
     def _cuts(self, leaf: Leaf, tensor: str, unit: int) -> Iterator[tuple[int, int]]:
         shape = leaf.item.hf_shape
         row_bytes = math.prod(shape[1:]) * self._arrays[leaf.name].dtype.itemsize
-        return _pieces(shape[0], min(unit, shape[0]), row_bytes)
+        return pieces(shape[0], min(unit, shape[0]), row_bytes)
 
     def _work_by_member(self, group: Sequence[Leaf], sink: Sink) -> Iterator[Work]:
         first = group[0]
@@ -314,7 +319,7 @@ class MaxTextSink:
             if item.half is not None and piece.half is None:
                 rows = np.split(rows, 2, axis=1)[item.half]
             values = to_leaf(item, rows)
-            values = _narrowed(Piece(piece.tensor, piece.start, values), self._dtypes[use.leaf.name])
+            values = narrowed(Piece(piece.tensor, piece.start, values), self._dtypes[use.leaf.name])
             where = region(use.leaf, use.index, piece.start, piece.start + len(piece.rows))
             self._put(use.leaf.name, where, values)
 
