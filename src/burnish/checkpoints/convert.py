@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -423,11 +423,8 @@ def write_hf(
         if weight_dtype is not None:
             set_dtype(partial / "config.json", weight_dtype)
         count = _counted(opened.num_bytes * (1 + verify), on_progress)
-        writer = RowWriter(partial, tensors, MAX_SHARD_BYTES)
-        try:
+        with closing(RowWriter(partial, tensors, MAX_SHARD_BYTES)) as writer:
             transfer(opened.source, HfSink(writer, opened.copies), count)
-        finally:
-            writer.close()
         check_written(partial, tensors, opened.config)
         if verify:
             compare_values(partial, opened.source, opened.copies, count)
@@ -488,10 +485,11 @@ def write_maxtext(
             dtypes,
             "params.params.",
         )
-        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
-        sink.writer.write("step", (), np.zeros((), np.int64))
-        names = [a.name for a in (*sink.arrays, step)]
-        sink.writer.finish({name: tuple(name.split(".")) for name in names}, empty=("opt_state",))
+        with closing(sink.writer) as writer:
+            transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
+            writer.write("step", (), np.zeros((), np.int64))
+            names = [a.name for a in (*sink.arrays, step)]
+            writer.finish({name: tuple(name.split(".")) for name in names}, empty=("opt_state",))
         _write_source_files(opened, directory / HF_SOURCE)
         write_checkpoint_metadata(directory / "0", scanned, started, time.time_ns())
 
@@ -542,8 +540,8 @@ def write_training(
     _check_memory(needs)
     with staged(out, disk) as partial:
         checkpoint = epath.Path(partial)
-        sink = TreeSink(checkpoint / MODEL_PARAMS, spec, dtypes)
-        transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
-        records = sink.finish()
+        with closing(TreeSink(checkpoint / MODEL_PARAMS, spec, dtypes)) as sink:
+            transfer(opened.source, sink, _counted(opened.num_bytes, on_progress))
+            records = sink.finish()
         _write_source_files(opened, checkpoint / TRAINING_HF_SOURCE)
         complete_imported(checkpoint, 0, records, {})

@@ -56,10 +56,10 @@ class DirectFile:
                 _write_at(self._fd, block, start)  # this file system wants another alignment
         _write_at(self._fd, data[last - at :], last)
 
-    def close(self, size: int | None = None) -> None:
-        """With `size`, cut the file to it."""
-        if size is not None:
-            os.ftruncate(self._fd, size)
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._fd, size)
+
+    def close(self) -> None:
         os.close(self._fd)
         if self._direct_fd is not None:
             os.close(self._direct_fd)

@@ -33,7 +33,8 @@ def stored_bytes(nbytes: int) -> int:
 
 
 class OcdbtFile:
-    """A new database. Values may be put from several threads; nothing can be read before `finish`."""
+    """A new database. Values may be put from several threads; nothing can be read before `finish`. Close it
+    in any case."""
 
     def __init__(self, directory: Path, capacity: int) -> None:
         """`capacity` is the sum of the values' `stored_bytes`. Raises CheckpointError when the disk is too
@@ -59,7 +60,7 @@ class OcdbtFile:
         keys = sorted(self._places)
         node = _leaf(keys, [self._places[key] for key in keys], self._data_path)
         self._file.write(np.frombuffer(node, np.uint8), self._end)
-        self._file.close(self._end + len(node))
+        self._file.truncate(self._end + len(node))
         value_bytes = sum(length for _, length in self._places.values())
         config = (
             os.urandom(16) + _varints([0, _MAX_INLINE_BYTES, _MAX_NODE_BYTES]) + bytes([_ARITY_LOG2]) + _varints([0])

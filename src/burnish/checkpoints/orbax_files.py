@@ -125,6 +125,8 @@ class _Chunks(Protocol):
 
     def finish(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class _PlainFiles:
     """A local file for each key."""
@@ -141,6 +143,9 @@ class _PlainFiles:
     def finish(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class _Remote:
     """An object store, by TensorStore."""
@@ -154,10 +159,13 @@ class _Remote:
     def finish(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class OrbaxWriter:
     """Writes an item directory: arrays are announced first, filled by regions, then `finish` makes the
-    directory one that Orbax reads."""
+    directory one that Orbax reads. Close it in any case."""
 
     def __init__(
         self, directory: epath.PathLike, arrays: Sequence[ArraySpec], *, use_ocdbt: bool, use_zarr3: bool
@@ -256,6 +264,9 @@ class OrbaxWriter:
         (self.directory / "array_metadatas").mkdir(parents=True, exist_ok=True)
         (self.directory / "array_metadatas" / "process_0").write_text(json.dumps({"array_metadatas": arrays}))
         (self.directory / COMMIT_SUCCESS).write_text("Checkpoint commit was successful")
+
+    def close(self) -> None:
+        self._chunks.close()
 
 
 def _read_metadata(directory: epath.Path) -> dict[str, Any]:

@@ -182,6 +182,9 @@ class TreeSink:
         reader = OrbaxReader(self._directory)
         return {a.name.replace(".", "/"): record(reader.read(a.name)) for a in self.arrays}
 
+    def close(self) -> None:
+        self._writer.close()
+
 
 class _Shape:
     """Stands for an array and notes how a mapping indexes it."""
