@@ -299,6 +299,30 @@ def _make_alike(tensors: dict[str, np.ndarray]) -> None:
                 tensors[other][...] = tensors[other.replace(f"{experts}{last}.", f"{experts}{last - 1}.")]
 
 
+# Text variant: model_type of the multimodal checkpoint, what its text tensors begin with, a tensor of its tower.
+MULTIMODAL = {
+    "gemma3": ("gemma3", "language_model.model.", "vision_tower.encoder.weight"),
+    "gemma4_experts": ("gemma4", "model.language_model.", "model.vision_tower.encoder.weight"),
+}
+
+
+def multimodal(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(config.json, tensors) of a multimodal checkpoint whose text part is the variant `name`, with one tensor of a
+    vision tower."""
+    model_type, prefix, tower = MULTIMODAL[name]
+    text = family_config(name)
+    config = {
+        "architectures": [text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": model_type,
+        "text_config": {k: v for k, v in text.items() if k != "architectures"},
+        "tie_word_embeddings": True,
+        "eos_token_id": [2, 5],
+        "vision_config": {"hidden_size": 16},
+    }
+    tensors = {prefix + n.removeprefix("model."): x for n, x in family_tensors(text).items()}
+    return config, tensors | {tower: np.ones((2, 2), np.float32)}
+
+
 def trained_mask(length: int) -> np.ndarray:
     """(length - 1,) bool: which of the next tokens count in the masked log-likelihood."""
     return np.random.default_rng(11).random(length - 1) < 0.6

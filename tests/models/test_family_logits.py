@@ -1,15 +1,24 @@
 """Every family against transformers, and against itself where the same tokens are laid out differently."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_variants import ONE_OF_EACH, VARIANTS, family_config, family_tensors, gradient_sketch, trained_mask
+from family_variants import (
+    MULTIMODAL,
+    ONE_OF_EACH,
+    VARIANTS,
+    family_config,
+    family_tensors,
+    gradient_sketch,
+    multimodal,
+    trained_mask,
+)
 from llama_variants import probe_tokens, write_checkpoint
+from logits import logits_of
 
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_import import left_out_tensors, load_params
@@ -34,20 +43,6 @@ def load(tmp_path_factory):
         return spec, jax.tree.map(np.copy, params)
 
     return get
-
-
-@partial(jax.jit, static_argnums=0)
-def _logits(spec, params, tokens, positions, segments, branches):
-    return unembed(spec, params, forward(spec, params, tokens, positions, segments, branches))
-
-
-def logits_of(spec, params, tokens, positions=None, segments=None, branches=None):
-    tokens = jnp.asarray(tokens)
-    B, T = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else jnp.asarray(positions)
-    segments = jnp.ones((B, T), jnp.int32) if segments is None else jnp.asarray(segments)
-    branches = jnp.zeros((B, T), jnp.int32) if branches is None else jnp.asarray(branches)
-    return np.asarray(_logits(spec, params, tokens, positions, segments, branches))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -245,30 +240,15 @@ def test_every_tensor_has_one_place_and_the_way_back_is_exact(name, load):
     assert all((a == 1).all() for a in jax.tree.leaves(counts))
 
 
-@pytest.mark.parametrize(
-    ("name", "wrapper", "prefix", "tower"),
-    [
-        ("gemma3", "gemma3", "language_model.model.", "vision_tower.encoder.weight"),
-        ("gemma4_experts", "gemma4", "model.language_model.", "model.vision_tower.encoder.weight"),
-    ],
-)
-def test_the_text_part_of_a_multimodal_checkpoint_is_the_same_model(name, wrapper, prefix, tower, load, tmp_path):
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_text_part_of_a_multimodal_checkpoint_is_the_same_model(name, load, tmp_path):
     spec, params = load(name)
-    text = family_config(name)
-    model = text["architectures"][0].removesuffix("ForCausalLM")
-    config = {
-        "architectures": [f"{model}ForConditionalGeneration"],
-        "model_type": wrapper,
-        "text_config": {k: v for k, v in text.items() if k != "architectures"},
-        "tie_word_embeddings": True,
-        "vision_config": {"hidden_size": 16},
-    }
-    tensors = {prefix + n.removeprefix("model."): x for n, x in family_tensors(text).items()}
-    directory = write_checkpoint(tmp_path / "both", config, tensors | {tower: np.ones((2, 2), np.float32)})
+    config, tensors = multimodal(name)
+    directory = write_checkpoint(tmp_path / "both", config, tensors)
     found, same = load_params(directory)
     assert replace(found, family=spec.family) == spec
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True))
-    assert left_out_tensors(directory, found) == [tower]
+    assert left_out_tensors(directory, found) == [MULTIMODAL[name][2]]
     unknown = write_checkpoint(tmp_path / "more", config, tensors | {"model.other.weight": np.ones(2, np.float32)})
     with pytest.raises(CheckpointError, match=r"model\.other\.weight"):
         load_params(unknown)

@@ -1,6 +1,5 @@
 """The decoder against transformers, and against itself where the same tokens are laid out differently."""
 
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_variants import VARIANTS, probe_tokens, random_tensors, variant_config, write_checkpoint
+from logits import logits_of
 
 from burnish.checkpoints.hf_import import load_params
 from burnish.models.decoder import forward, unembed
@@ -18,20 +18,6 @@ REFERENCES = Path(__file__).parents[1] / "references" / "llama_variants.npz"
 def load_variant(name, tmp_path):
     config = variant_config(name)
     return load_params(write_checkpoint(tmp_path / name, config, random_tensors(config)))
-
-
-@partial(jax.jit, static_argnums=0)
-def _logits(spec, params, tokens, positions, segments, branches):
-    return unembed(spec, params, forward(spec, params, tokens, positions, segments, branches))
-
-
-def logits_of(spec, params, tokens, positions=None, segments=None, branches=None):
-    tokens = jnp.asarray(tokens)
-    B, T = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else jnp.asarray(positions)
-    segments = jnp.ones((B, T), jnp.int32) if segments is None else jnp.asarray(segments)
-    branches = jnp.zeros((B, T), jnp.int32) if branches is None else jnp.asarray(branches)
-    return np.asarray(_logits(spec, params, tokens, positions, segments, branches))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -7,7 +7,8 @@ values it is said how many differ and by how much.
 
 import tempfile
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from burnish.checkpoints.convert import KIND_WORDS, OpenSource, open_source, own
 from burnish.checkpoints.convert_commands import token_of
 from burnish.checkpoints.hf_rows import RowReader
 from burnish.checkpoints.safetensors_file import few, list_tensors
-from burnish.checkpoints.transfer import Piece, transfer
+from burnish.checkpoints.transfer import HfSource, Piece, transfer
 from burnish.config.schema import CompareConfig
 from burnish.errors import BurnishError
 
@@ -96,8 +97,8 @@ def compare(config: CompareConfig, console: Console | None = None) -> None:
             say(f"{KIND_WORDS[opened.kind]} {opened.path}")
         found = _headers(first, second)
         common = [n for n, t in first.source.tensors.items() if _shape(second, n) == t.shape]
-        with tempfile.TemporaryDirectory(prefix="burnish-compare-") as scratch:
-            sink = _compare(first, _as_hf(second, Path(scratch)), common)
+        sink = CompareSink(stack.enter_context(_rows(second)), frozenset(common))
+        transfer(first.source, sink, lambda _: None)
     differing = {n: d for n, d in sink.differences.items() if d.differing}
     found += [f"{name}: {differing[name].words()}" for name in common if name in differing]
     for line in found[:SHOWN]:
@@ -132,15 +133,13 @@ def _shape(opened: OpenSource, name: str) -> tuple[int, ...] | None:
     return None if tensor is None else tensor.shape
 
 
-def _as_hf(opened: OpenSource, scratch: Path) -> Path:
-    if opened.kind == "hf":
-        return Path(opened.path)
-    write_hf(opened, scratch / "second", None, lambda _: None, lambda *_: None)
-    return scratch / "second"
-
-
-def _compare(first: OpenSource, second: Path, common: list[str]) -> CompareSink:
-    with RowReader(list_tensors(second)) as reader:
-        sink = CompareSink(reader, frozenset(common))
-        transfer(first.source, sink, lambda _: None)
-    return sink
+@contextmanager
+def _rows(opened: OpenSource) -> Iterator[RowReader]:
+    """Rows of its tensors in any order."""
+    if isinstance(opened.source, HfSource):
+        yield opened.source.reader
+        return
+    with tempfile.TemporaryDirectory(prefix="burnish-compare-") as scratch:
+        write_hf(opened, Path(scratch) / "second", None, lambda _: None, lambda *_: None)
+        with RowReader(list_tensors(Path(scratch) / "second")) as reader:
+            yield reader
