@@ -3,12 +3,13 @@
 import io
 import json
 import shutil
+from importlib import resources
 
 import numpy as np
 import pytest
 from llama_variants import BASE, random_tensors, write_checkpoint
 from rich.console import Console
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.export_command import to_huggingface
@@ -84,3 +85,14 @@ def test_a_checkpoint_without_its_source_is_refused(run):
 def test_a_path_that_holds_nothing_is_refused(run):
     with pytest.raises(CheckpointError, match="no directory"):
         convert(run, run / "checkpoints/actor/4/model_params")
+
+
+def test_the_embedded_model_is_exported_by_its_name(tmp_path):
+    out, _ = convert(tmp_path, "builtin")
+    embedded = resources.files("burnish") / "assets" / "tiny"
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (out / file).read_bytes() == (embedded / file).read_bytes()
+    want = load(embedded.joinpath("model.safetensors").read_bytes())
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == want.keys()
+    assert all(np.array_equal(written[name], want[name]) for name in want)

@@ -28,7 +28,7 @@ from burnish.checkpoints.hf_export import (
     side_files,
     write_json,
 )
-from burnish.checkpoints.hf_import import read_config, read_json, resolve
+from burnish.checkpoints.hf_import import BUILTIN, read_config, read_json, resolve
 from burnish.checkpoints.hf_rows import RowReader, RowTensor, RowWriter
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.maxtext import (
@@ -115,6 +115,8 @@ class OpenSource:
 
 def kind_of(path: str) -> Kind:
     """What a path names. A path that is not there counts as a hub id."""
+    if path == BUILTIN:
+        return "hf"
     if find_checkpoint(path) is not None:
         return "training"
     if find_items(path) is not None:

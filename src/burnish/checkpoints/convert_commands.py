@@ -22,6 +22,7 @@ from burnish.checkpoints.convert import (
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.safetensors_file import few
+from burnish.checkpoints.staging import check_destination
 from burnish.config.groups import ConversionOptions, HubOptions
 from burnish.config.schema import ConvertConfig, ToMaxTextConfig
 from burnish.observe.files import is_local
@@ -32,12 +33,13 @@ def to_maxtext(config: ToMaxTextConfig, console: Console | None = None) -> epath
     and return that path. Raises CheckpointError or ModelError; nothing is left behind then."""
     console = console or Console()
     source = config.hf_model_path or hub_id(config.model_name or "")
+    out = destination(config.base_output_directory)
     with open_source(source, model_name=checked_name(config), token=token_of(config)) as opened:
         tell_source(opened, console)
         with conversion_progress(opened, console) as on_progress:
             items = write_maxtext(
                 opened,
-                destination(config.base_output_directory),
+                out,
                 scanned=config.scan_layers,
                 use_zarr3=config.checkpoint_storage_use_zarr3,
                 use_ocdbt=config.checkpoint_storage_use_ocdbt,
@@ -94,8 +96,13 @@ def token_of(config: HubOptions) -> str | None:
 
 
 def destination(path: str) -> epath.Path:
-    """An absolute path, or one of an object store."""
-    return epath.Path(Path(path).expanduser().absolute()) if is_local(path) else epath.Path(path.rstrip("/"))
+    """An absolute path, or one of an object store. Raises CheckpointError for a local one that cannot be written,
+    before a source is looked for or downloaded."""
+    if not is_local(path):
+        return epath.Path(path.rstrip("/"))
+    directory = Path(path).expanduser().absolute()
+    check_destination(directory)
+    return epath.Path(directory)
 
 
 def local(path: epath.Path) -> Path:

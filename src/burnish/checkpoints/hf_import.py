@@ -9,6 +9,7 @@ one from the hub.
 import json
 import re
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,21 @@ Progress = Callable[[str, int, int], None]
 # the source, not what became of it, and stay behind.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
+BUILTIN = "builtin"
+"""Names the embedded demonstration model."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve(path_or_hub_id: str, token: str | None = None, weights: bool = True) -> Path:
-    """A local directory for a path or a hub id (`owner/name`), downloading configs and tokenizer, and the
-    weights unless they are not wanted. A download that was cut goes on where it stopped.
+    """A local directory for a path, a hub id (`owner/name`) or "builtin", downloading configs and tokenizer, and
+    the weights unless they are not wanted. A download that was cut goes on where it stopped.
 
     Raises CheckpointError that explains: no such directory, no such repository, gated, no network. The
     token is handed to the hub and appears in no message.
     """
+    if path_or_hub_id == BUILTIN:
+        return Path(str(resources.files("burnish") / "assets" / "tiny"))
     local = Path(path_or_hub_id).expanduser()
     if local.is_dir():
         return local

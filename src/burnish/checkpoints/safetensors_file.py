@@ -90,13 +90,13 @@ def list_tensors(directory: Path) -> list[StoredTensor]:
             f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}; weights are read from safetensors only"
         )
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: no readable weight_map: {error!r}") from error
-    for name in files:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r} is not a file name")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: {tensor} is in {name!r}, which is not a file name")
+    files = sorted(set(weight_map.values()))
     absent = [name for name in files if not (directory / name).exists()]
     if absent:
         lost = [name for name, file in weight_map.items() if file in absent]

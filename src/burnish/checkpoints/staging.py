@@ -1,9 +1,11 @@
 """A directory that is there whole or not at all: written under a hidden name beside its place, then renamed.
 
-What a killed process left beside a place is removed by the next one that writes there. Local directories
-only: an object store has no rename.
+A process locks what it fills, so that a second one that would write to the same place is refused, and what a killed one
+left is told from it and removed. Local directories only: an object store has no rename.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -15,30 +17,34 @@ from burnish.checkpoints.errors import CheckpointError
 
 
 def check_destination(out: Path) -> None:
-    """Raises CheckpointError unless `out` is absent or an empty directory."""
+    """Raises CheckpointError unless `out` (absolute) is absent or an empty directory, and can be made."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
+    there = next(parent for parent in out.parents if os.path.lexists(parent))
+    if not there.is_dir():
+        raise CheckpointError(f"{out} cannot be made: {there} is no directory; give another output directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{out} cannot be made: {there} is not writable; give another output directory")
 
 
 @contextmanager
 def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     """A directory to fill that becomes `out` when the block ends well, synced to the disk; nothing is left
-    of it otherwise. Raises CheckpointError before anything is written when `out` is not empty or the disk
-    has less than `needed_bytes`.
+    of it otherwise. Raises CheckpointError before anything is written when `out` is not empty or cannot be made,
+    when another process is writing it, or when the disk has less than `needed_bytes`.
     """
     check_destination(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.burnish-partial-"
-    for sibling in out.parent.iterdir():
-        if sibling.name.startswith(prefix):
-            shutil.rmtree(sibling)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be made: {error.strerror}; give another output directory") from error
     free = shutil.disk_usage(out.parent).free
     if free < needed_bytes:
         raise CheckpointError(
             f"{out.parent} has {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB are needed; "
             "free some space or choose a directory on another disk"
         )
-    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    partial, lock = _make_partial(out)
     try:
         partial.chmod(0o777 & ~_umask())
         yield partial
@@ -48,6 +54,45 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _make_partial(out: Path) -> tuple[Path, int]:
+    """A new directory beside `out`, and a file descriptor that holds it for this process."""
+    prefix = f".{out.name}.burnish-partial-"
+    parent = os.open(out.parent, os.O_RDONLY)
+    try:
+        _flock(parent, fcntl.LOCK_EX)  # one at a time from looking for others to being there
+        for sibling in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+            other = os.open(sibling, os.O_RDONLY)
+            try:
+                _flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(sibling)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"{out} is being written by another process; wait for it, or give another output directory"
+                ) from None
+            finally:
+                os.close(other)
+        check_destination(out)  # the other process may have come to its end meanwhile
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+        lock = os.open(partial, os.O_RDONLY)
+        _flock(lock, fcntl.LOCK_EX)
+        return partial, lock
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be made: {error.strerror}; give another output directory") from error
+    finally:
+        os.close(parent)
+
+
+def _flock(fd: int, operation: int) -> None:
+    """Some network file systems have no locks on directories; there, two processes are not told apart."""
+    try:
+        fcntl.flock(fd, operation)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def _umask() -> int:

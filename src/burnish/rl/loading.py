@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from burnish.errors import BurnishError
 from burnish.models.families import spec_from_hf
 from burnish.models.params import Params, num_params
 from burnish.models.spec import ModelSpec
-
-BUILTIN = "builtin"
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def open_model(cfg: RunConfig | SFTConfig | EvalConfig | ChatConfig) -> ModelSou
     """Find the model of the options and read everything but its weights. Raises BurnishError."""
     checkpoint = find_checkpoint(cfg.load_parameters_path)
     path = cfg.load_parameters_path
-    maxtext = path if path != BUILTIN and kind_of(path) == "maxtext" else None
+    maxtext = path if kind_of(path) == "maxtext" else None
     if maxtext is not None:
         directory = local_directory(
             maxtext_config_directory(maxtext, cfg.tokenizer_path, cfg.model_name, access_token(cfg))
@@ -118,8 +115,6 @@ def open_model(cfg: RunConfig | SFTConfig | EvalConfig | ChatConfig) -> ModelSou
 
 def source_directory(cfg: WeightsOptions) -> Path:
     """The local directory of the Hugging Face checkpoint that the options name, downloaded if need be."""
-    if cfg.load_parameters_path == BUILTIN:
-        return Path(str(resources.files("burnish") / "assets" / "tiny"))
     return resolve(cfg.load_parameters_path, access_token(cfg))
 
 
