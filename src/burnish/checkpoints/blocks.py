@@ -12,7 +12,8 @@ import numpy as np
 from burnish.checkpoints.maxtext_map import Factor, Item
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_TILE = (16, 1024)
+_CACHE_BYTES = 1 << 15  # rows of a tile together, so that each cache line is read once
+_TILE_COLUMNS = 1024
 _CHUNK = 1 << 16
 
 
@@ -62,11 +63,11 @@ def transposed(a: np.ndarray) -> np.ndarray:
     # Plain integers of the same width: NumPy copies bfloat16 through a slower path.
     integer = np.dtype(f"u{a.dtype.itemsize}")
     source, target = a.reshape(-1, R, C).view(integer), out.reshape(-1, C, R).view(integer)
-    height, width = _TILE
+    height = min(256, max(16, _CACHE_BYTES // (C * a.itemsize)))
     for matrix, result in zip(source, target, strict=True):
         for r in range(0, R, height):
-            for c in range(0, C, width):
-                result[c : c + width, r : r + height] = matrix[r : r + height, c : c + width].T
+            for c in range(0, C, _TILE_COLUMNS):
+                result[c : c + _TILE_COLUMNS, r : r + height] = matrix[r : r + height, c : c + _TILE_COLUMNS].T
     return out
 
 

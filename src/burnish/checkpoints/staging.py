@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,10 +103,9 @@ def _umask() -> int:
 
 
 def _sync_tree(directory: Path) -> None:
-    for root, _, files in os.walk(directory):
-        for file in files:
-            _sync(Path(root) / file)
-        _sync(Path(root))
+    paths = [Path(root) / name for root, _, files in os.walk(directory) for name in (*files, "")]
+    with ThreadPoolExecutor(8) as pool:  # a disk takes many syncs at once in the time of one
+        list(pool.map(_sync, paths))
 
 
 def _sync(path: Path) -> None:
