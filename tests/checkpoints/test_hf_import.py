@@ -195,10 +195,15 @@ def test_an_index_that_points_out_of_its_directory_is_an_error(tmp_path):
     damaged(path, "not a file name")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}'])
 def test_an_unreadable_index_is_an_error(text, tmp_path):
     (checkpoint(tmp_path, shards=2) / "model.safetensors.index.json").write_text(text)
     damaged(tmp_path, "weight_map")
+
+
+@pytest.mark.parametrize("value", [5, None, ["model.safetensors"], {"file": "a"}])
+def test_an_index_whose_values_are_no_names_is_an_error(value, tmp_path):
+    damaged(edit_index(checkpoint(tmp_path, shards=2), lambda m: m.update({Q0: value})), "not a file name", Q0)
 
 
 def test_single_file_and_index_together_are_ambiguous(tmp_path):

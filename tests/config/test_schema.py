@@ -156,6 +156,7 @@ def test_every_option_has_a_section_and_one_sentence_of_meaning(config):
         ["learning_rate=0"],
         ["learning_rate=nan"],
         ["learning_rate=inf"],
+        ["learning_rate=1e30"],
         ["eval_sampling_strategy=gready"],
         ["eval_mode=best"],
         ["num_eval_passes=0"],

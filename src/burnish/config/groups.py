@@ -185,7 +185,7 @@ class OptimizerOptions(Options):
         "adamw",
         "AdamW (Loshchilov & Hutter 2019), or Adafactor (Shazeer & Stern 2018), whose state is much smaller",
     )
-    learning_rate: float = option(3e-6, "Peak learning rate", gt=0)
+    learning_rate: float = option(3e-6, "Peak learning rate; an update moves a weight by about as much", gt=0, le=1)
     warmup_steps_fraction: float = option(
         0.1, "Share of the schedule in which the rate rises linearly from 0 to its peak", ge=0, le=1
     )

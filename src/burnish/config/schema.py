@@ -134,7 +134,7 @@ class SFTConfig(CommandConfig, ModelOptions, RunOptions, TrainDataOptions, Lengt
     )
     batch_size: int = option(8, "Examples per training step", unit="examples", ge=1)
     num_batches: int = option(100, "Training steps", unit="steps", ge=1)
-    learning_rate: float = option(2e-5, "Peak learning rate", gt=0)
+    learning_rate: float = option(2e-5, "Peak learning rate; an update moves a weight by about as much", gt=0, le=1)
     gradient_clipping_threshold: float = option(
         1.0, "Largest global norm of the gradient, scaled down to it; 0 clips nothing", ge=0
     )
