@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from burnish.checkpoints import direct_file
+from burnish.checkpoints import direct_file, orbax_files
 from burnish.checkpoints.direct_file import BLOCK, DirectFile
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.ocdbt_file import OcdbtFile, crc32c, stored_bytes
@@ -105,6 +105,25 @@ def test_chunks_are_those_of_zarr(ocdbt, zarr3, tmp_path):
     reader = OrbaxReader(tmp_path)
     assert reader.array("a.b") == array
     np.testing.assert_array_equal(reader.read("a.b"), want)
+
+
+def test_an_object_store_gets_what_a_local_directory_gets(tmp_path, monkeypatch):
+    """TensorStore's file driver stands for the object store's."""
+    array = ArraySpec("a", (3, 5), np.dtype(np.float32), (3, 2))
+    values = np.arange(15, dtype=np.float32).reshape(array.shape)
+
+    def written(directory):
+        writer = OrbaxWriter(directory, [array], use_ocdbt=False, use_zarr3=True)
+        writer.write("a", (), values)
+        writer.finish({"a": ("a",)})
+        writer.close()
+        return {str(f.relative_to(directory)): f.read_bytes() for f in directory.rglob("*") if f.is_file()}
+
+    local = written(tmp_path / "local")
+    monkeypatch.setattr(orbax_files, "is_local", lambda path: False)
+    monkeypatch.setattr(orbax_files, "_kvstore", lambda path, use_ocdbt: {"driver": "file", "path": f"{path}/"})
+    assert written(tmp_path / "remote") == local
+    assert "a/c/0/2" in local
 
 
 def test_a_file_that_cannot_be_reserved_is_refused(tmp_path, monkeypatch):
