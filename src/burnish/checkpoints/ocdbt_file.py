@@ -2,7 +2,7 @@
 leaf with their places, then the manifest that makes it a database.
 
 TensorStore reads and writes OCDBT too, but commits each batch of values with a new tree and through the page
-cache. Left out: values inside nodes, several levels (a leaf holds a million entries, 8 TB of weights),
+cache. Left out: values inside nodes, several levels (a leaf holds a million entries, 4 TB of weights),
 compression of nodes.
 
 Source: the storage format in TensorStore's documentation of its OCDBT driver.
