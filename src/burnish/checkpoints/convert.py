@@ -41,7 +41,7 @@ from burnish.checkpoints.maxtext import (
 from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
 from burnish.checkpoints.orbax_files import ArraySpec, OrbaxWriter
 from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors
-from burnish.checkpoints.staging import check_destination, staged
+from burnish.checkpoints.staging import check_destination, staged, uploaded
 from burnish.checkpoints.store import (
     HF_SOURCE as TRAINING_HF_SOURCE,
 )
@@ -401,7 +401,7 @@ def row_tensors(opened: OpenSource, weight_dtype: str | None) -> list[RowTensor]
 
 def write_hf(
     opened: OpenSource,
-    out: Path,
+    out: epath.PathLike,
     weight_dtype: str | None,
     on_needs: Callable[[Needs], None],
     on_progress: OnProgress,
@@ -409,15 +409,17 @@ def write_hf(
     verify: bool = False,
 ) -> None:
     """Write a Hugging Face directory with the source's own files; with `verify`, read every value of it back and
-    compare it with the source's. Raises CheckpointError, leaving nothing behind."""
+    compare it with the source's. Raises CheckpointError, leaving nothing behind (on an object store: nothing with a
+    config.json)."""
     tensors = row_tensors(opened, weight_dtype)
     files = export_files(opened.side, opened.config)
     disk = sum(t.nbytes for t in tensors) + sum(f.stat().st_size for f in files) + 2**20
     check_destination(out)
-    needs = _needs(opened.source, _Rows(), disk, out)
+    place = Path(out) if is_local(out) else Path(tempfile.gettempdir())
+    needs = _needs(opened.source, _Rows(), disk, place)
     on_needs(needs)
     _check_memory(needs)
-    with staged(out, disk) as partial:
+    with staged(place, disk) if is_local(out) else uploaded(out, disk, "config.json") as partial:
         for file in files:
             shutil.copyfile(file, partial / file.name)
         if not (partial / "config.json").exists():
@@ -497,8 +499,7 @@ def write_maxtext(
 
     disk = sum(int(np.prod(leaf.shape)) * dtypes[leaf.name].itemsize for leaf in found) + (16 << 20)
     if not is_local(out):
-        if out.exists() and any(out.iterdir()):
-            raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
+        check_destination(out)
         write(out)
         return out / "0" / "items"
     check_destination(Path(out))

@@ -79,7 +79,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> epath.Path
                     on_progress=on_progress,
                 )
             elif config.to == "hf":
-                write_hf(opened, local(out), config.weight_dtype, on_needs, on_progress)
+                write_hf(opened, out, config.weight_dtype, on_needs, on_progress)
             else:
                 write_training(opened, local(out), config.weight_dtype, on_needs, on_progress)
     console.print(str(out), soft_wrap=True)
@@ -96,11 +96,9 @@ def token_of(config: HubOptions) -> str | None:
 
 
 def destination(path: str) -> epath.Path:
-    """An absolute path, or one of an object store. Raises CheckpointError for a local one that cannot be written,
-    before a source is looked for or downloaded."""
-    if not is_local(path):
-        return epath.Path(path.rstrip("/"))
-    directory = Path(path).expanduser().absolute()
+    """An absolute path, or one of an object store. Raises CheckpointError for one that cannot be written, before a
+    source is looked for or downloaded."""
+    directory = Path(path).expanduser().absolute() if is_local(path) else path.rstrip("/")
     check_destination(directory)
     return epath.Path(directory)
 

@@ -4,6 +4,7 @@ and is uploaded to the hub if asked. The conversion is that of `burnish convert`
 
 from pathlib import Path
 
+from etils import epath
 from rich.console import Console
 
 from burnish.checkpoints.convert import kind_of, open_source, write_hf
@@ -11,7 +12,6 @@ from burnish.checkpoints.convert_commands import (
     checked_name,
     conversion_progress,
     destination,
-    local,
     tell_needs,
     tell_source,
     token_of,
@@ -22,16 +22,22 @@ from burnish.checkpoints.hub import model_card, push, run_of
 from burnish.checkpoints.maxtext import open_maxtext
 from burnish.checkpoints.store import find_checkpoint
 from burnish.config.schema import ExportConfig
+from burnish.observe.files import is_local
 
 
-def to_huggingface(config: ExportConfig, console: Console | None = None) -> Path:
+def to_huggingface(config: ExportConfig, console: Console | None = None) -> epath.Path:
     """Export `load_parameters_path` to `base_output_directory` and return that directory.
 
     Raises ModelError, CheckpointError or StoreError saying what is wrong with the source, the destination
     or the result; nothing is left at the destination then.
     """
     console = console or Console()
-    out = local(destination(config.base_output_directory))
+    if config.push_to_hub is not None and not is_local(config.base_output_directory):
+        raise CheckpointError(
+            f"push_to_hub uploads from this machine, and base_output_directory={config.base_output_directory} is not: "
+            "give a local directory, or leave push_to_hub out"
+        )
+    out = destination(config.base_output_directory)
     path = config.load_parameters_path
     _check_layers(path, config.scan_layers)
     with open_source(
@@ -48,9 +54,9 @@ def to_huggingface(config: ExportConfig, console: Console | None = None) -> Path
     if config.push_to_hub is not None:
         checkpoint = find_checkpoint(path)
         run, step = (None, "") if checkpoint is None else (run_of(checkpoint), checkpoint.name)
-        card = model_card(read_config(out), run, step)
+        card = model_card(read_config(Path(out)), run, step)
         console.print(f"Uploading to {config.push_to_hub}")
-        console.print(push(out, config.push_to_hub, token_of(config), config.hub_private, card), soft_wrap=True)
+        console.print(push(Path(out), config.push_to_hub, token_of(config), config.hub_private, card), soft_wrap=True)
     console.print(str(out), soft_wrap=True)
     return out
 

@@ -1,7 +1,8 @@
 """A directory that is there whole or not at all: written under a hidden name beside its place, then renamed.
 
 A process locks what it fills, so that a second one that would write to the same place is refused, and what a killed one
-left is told from it and removed. Local directories only: an object store has no rename.
+left is told from it and removed. An object store has no rename: what goes there is filled on this machine and uploaded,
+the file that makes it whole last.
 """
 
 import errno
@@ -14,11 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from etils import epath
+
 from burnish.checkpoints.errors import CheckpointError
+from burnish.observe.files import is_local
 
 
-def check_destination(out: Path) -> None:
-    """Raises CheckpointError unless `out` (absolute) is absent or an empty directory, and can be made."""
+def check_destination(out: epath.PathLike) -> None:
+    """Raises CheckpointError unless `out` (absolute, or of an object store) is absent or an empty directory, and can be
+    made."""
+    if not is_local(out):
+        with reaching(out):
+            used = epath.Path(out).exists() and any(epath.Path(out).iterdir())
+        if used:
+            raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
+        return
+    out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
     there = next(parent for parent in out.parents if os.path.lexists(parent))
@@ -57,6 +69,32 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def uploaded(out: epath.PathLike, needed_bytes: int, last: str) -> Iterator[Path]:
+    """A directory of this machine to fill whose files are copied to `out`, in an object store, when the block ends
+    well: `last`, without which they are of no use, last. Raises CheckpointError as `staged` does."""
+    check_destination(out)
+    with (
+        tempfile.TemporaryDirectory(prefix="burnish-upload-") as scratch,
+        staged(Path(scratch) / "all", needed_bytes) as d,
+    ):
+        yield d
+        with reaching(out):
+            for file in sorted(d.iterdir(), key=lambda file: file.name == last):
+                epath.Path(file).copy(epath.Path(out) / file.name)
+
+
+@contextmanager
+def reaching(out: epath.PathLike) -> Iterator[None]:
+    """Turns what an object store says inside into a CheckpointError."""
+    try:
+        yield
+    except ImportError as error:
+        raise CheckpointError(f"{out} needs gcsfs; pip install 'burnish[gcs]'") from error
+    except Exception as error:  # no such bucket, no credentials, no network: each library has its own
+        raise CheckpointError(f"{out} cannot be used: {error or type(error).__name__}") from error
 
 
 def _make_partial(out: Path) -> tuple[Path, int]:
