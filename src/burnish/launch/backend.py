@@ -10,8 +10,9 @@ from burnish.launch.settings import Settings
 class Backend(Protocol):
     """Runs jobs. Every method that names a job raises LaunchError where there is none of that name."""
 
-    def plan(self, spec: JobSpec) -> str:
-        """What `submit` would start or send, as text; secrets are named, their values left out. Starts nothing."""
+    def plan(self, spec: JobSpec) -> list[dict[str, Any]]:
+        """What `submit` would start or send, as documents of JSON values (on GKE, manifests); of secrets only the
+        names. Raises LaunchError as `submit` does for what can be known here; starts, sends and asks nothing."""
         ...
 
     def submit(self, spec: JobSpec) -> JobStatus:
@@ -40,7 +41,7 @@ class Backend(Protocol):
         ...
 
     def cancel(self, name: str) -> JobStatus:
-        """Ends the job; one that has ended already is left as it is."""
+        """Ends the job if it runs, and frees its name."""
         ...
 
     def inspect(self, name: str) -> dict[str, Any]:

@@ -46,6 +46,9 @@ RESERVED_ENV = frozenset(
     }
 )
 
+# What --verbose adds to a process's environment.
+VERBOSE_ENV = MappingProxyType({"TPU_STDERR_LOG_LEVEL": "0", "TPU_MIN_LOG_LEVEL": "0", "TF_CPP_MIN_LOG_LEVEL": "0"})
+
 
 class JobState(StrEnum):
     PENDING = "Pending"
