@@ -17,6 +17,12 @@ class Command:
     positional: tuple[str, ...] = ()  # options that words without a name fill
 
 
+# Groups of commands, outer ones first: what the words before a command's own are, and what they say of themselves.
+GROUPS = {
+    "job": "Run jobs on a cluster or, as a rehearsal, on this machine.",
+    "job config": "The defaults of job commands.",
+}
+
 COMMANDS = (
     Command(
         "demo",
@@ -133,5 +139,72 @@ COMMANDS = (
         ("burnish compare exported meta-llama/Llama-3.1-8B-Instruct", "burnish compare mt-format exported"),
         "burnish.checkpoints.compare_command:compare",
         positional=("first", "second"),
+    ),
+    Command(
+        "job config set",
+        "Set a default of the job commands.",
+        "Kept in burnish/job.json in your configuration directory (XDG_CONFIG_HOME, or ~/.config).",
+        ("burnish job config set project my-project", "burnish job config set backend local"),
+        "burnish.launch.commands:config_set",
+        positional=("key", "value"),
+    ),
+    Command(
+        "job config list",
+        "Show the defaults of the job commands.",
+        "What is not set is shown as empty.",
+        ("burnish job config list",),
+        "burnish.launch.commands:config_list",
+    ),
+    Command(
+        "job submit",
+        "Start a job.",
+        "The command runs on every host of every slice, or once with --pathways. What is wrong with a job is said "
+        "before anything is sent or started.",
+        (
+            "burnish job submit --name=train --compute-type=ct6e-standard-4t --topology=4x8 --image=<image> "
+            "--command='burnish train-rl …' --await-job-completion",
+            "burnish job submit --name=train --backend=local --compute-type=v6e-32 --command='burnish train-rl …'",
+            "burnish job submit job.yaml --name=again --dry-run",
+        ),
+        "burnish.launch.commands:submit",
+    ),
+    Command(
+        "job list",
+        "Show the jobs and their states.",
+        "Pending, Suspended (waiting for its queue), Running, Succeeded, Failed or Cancelled.",
+        ("burnish job list", "burnish job list --status=Running --name-contains=gemma --output=json"),
+        "burnish.launch.commands:list_jobs",
+    ),
+    Command(
+        "job logs",
+        "Show what a job has printed.",
+        "Lines begin with their host where several are shown.",
+        ("burnish job logs train", "burnish job logs train --main-only -f"),
+        "burnish.launch.commands:logs",
+        positional=("name",),
+    ),
+    Command(
+        "job describe",
+        "Show what a job is, how its hosts are and what happened to it.",
+        "Secrets are named, their values are not shown.",
+        ("burnish job describe train", "burnish job describe train --output=json"),
+        "burnish.launch.commands:describe",
+        positional=("name",),
+    ),
+    Command(
+        "job inspect",
+        "Show all that helps to find out why a job does not do what it should.",
+        "More than describe: the objects and machines around the job, and the ends of its logs.",
+        ("burnish job inspect train", "burnish job inspect train --output=json > train.json"),
+        "burnish.launch.commands:inspect",
+        positional=("name",),
+    ),
+    Command(
+        "job cancel",
+        "End a job and free its name.",
+        "A running job's processes get SIGTERM, the grace period, and SIGKILL.",
+        ("burnish job cancel train",),
+        "burnish.launch.commands:cancel",
+        positional=("name",),
     ),
 )
