@@ -42,22 +42,22 @@ def cluster_access(project: str) -> ClusterAccess:
     container = needed("google.cloud.container_v1")
     storage = needed("google.cloud.storage")
     requests = needed("google.auth.transport.requests")
-    credentials = _credentials()
+    account = credentials()
     return ClusterAccess(
-        clusters=container.ClusterManagerClient(credentials=credentials),
-        storage=storage.Client(project=project, credentials=credentials),
-        session=requests.AuthorizedSession(credentials),
-        credentials=credentials,
+        clusters=container.ClusterManagerClient(credentials=account),
+        storage=storage.Client(project=project, credentials=account),
+        session=requests.AuthorizedSession(account),
+        credentials=account,
     )
 
 
 def vm_access() -> VmAccess:
     """Raises LaunchError where a package or the credentials are missing."""
     compute = needed("google.cloud.compute_v1")
-    credentials = _credentials()
+    account = credentials()
     return VmAccess(
-        instances=compute.InstancesClient(credentials=credentials),
-        operations=compute.ZoneOperationsClient(credentials=credentials),
+        instances=compute.InstancesClient(credentials=account),
+        operations=compute.ZoneOperationsClient(credentials=account),
     )
 
 
@@ -69,13 +69,14 @@ def needed(module: str) -> Any:
         raise LaunchError(f"{error.name} is not installed; pip install 'burnish[gke]'") from None
 
 
-def _credentials() -> Any:
+def credentials() -> Any:
+    """The Application Default Credentials. Raises LaunchError with the command that makes them."""
     auth = needed("google.auth")
     try:
-        credentials, _ = auth.default(scopes=_SCOPES)
+        found, _ = auth.default(scopes=_SCOPES)
     except auth.exceptions.DefaultCredentialsError as error:
         raise LaunchError(f"no credentials for Google Cloud: {_first_line(error)}; {_LOGIN}") from None
-    return credentials
+    return found
 
 
 @contextmanager

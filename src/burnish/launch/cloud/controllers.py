@@ -108,6 +108,14 @@ def read_manifest(release: Release, file: str | None) -> list[dict[str, Any]]:
 @contextmanager
 def api_client(cluster: Any, credentials: Any, project: str) -> Iterator[Any]:
     """The official client (kubernetes.client.ApiClient) of a cluster (container_v1.Cluster)."""
+    configuration = api_configuration(cluster, credentials, project)
+    configuration.retries = 2
+    with needed("kubernetes.client").ApiClient(configuration) as client:
+        yield client
+
+
+def api_configuration(cluster: Any, credentials: Any, project: str) -> Any:
+    """How a cluster's API server is reached (kubernetes.client.Configuration); tokens are renewed as they expire."""
     kubernetes = needed("kubernetes.client")
     transport = needed("google.auth.transport.requests")
 
@@ -119,11 +127,9 @@ def api_client(cluster: Any, credentials: Any, project: str) -> Iterator[Any]:
     configuration = kubernetes.Configuration(host=f"https://{cluster.endpoint}")
     configuration.ca_cert_data = base64.b64decode(cluster.master_auth.cluster_ca_certificate).decode()
     configuration.refresh_api_key_hook = put_token
-    configuration.retries = 2
     with explained("credentials", project):
         put_token(configuration)
-    with kubernetes.ApiClient(configuration) as client:
-        yield client
+    return configuration
 
 
 @contextmanager
