@@ -55,7 +55,7 @@ class OptionsCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from burnish.cli.help import print_help
 
-        words = []
+        words: list[str] = []
         while ctx.parent is not None:
             words.insert(0, ctx.info_name)
             ctx = ctx.parent

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from burnish.launch.errors import LaunchError
 from burnish.launch.job import (
     Event,
     JobSpec,
-    JobState,
     JobStatus,
     PathwaysSpec,
     parse_assignment,
@@ -69,12 +68,14 @@ def submit(cfg: JobSubmitConfig) -> None:
         print(f"no longer waiting; the job goes on: burnish job cancel {spec.name} ends it", file=sys.stderr)
         raise
     status = backend.status(spec.name)
-    _print(_status_values(status) if cfg.output == "json" else f"job {status.name} has {_end_words(status)}")
+    if cfg.output == "json":
+        _print(_status_values(status))
+    elif not code:
+        _print(f"job {status.name} has succeeded")
     if code:
-        raise LaunchError(
-            f"job {status.name} has {_end_words(status)}; burnish job logs {status.name} shows its output",
-            exit_code=code,
-        )
+        reason = f": {status.reason}" if status.reason else ""
+        words = f"job {status.name} is {status.state}{reason}; burnish job logs {status.name} shows its output"
+        raise LaunchError(words, exit_code=code)
 
 
 def list_jobs(cfg: JobListConfig) -> None:
@@ -247,11 +248,6 @@ def _show_event(event: Event) -> None:
     print(f"{event.time.astimezone():%H:%M:%S}  {event.text}", file=sys.stderr, flush=True)
 
 
-def _end_words(status: JobStatus) -> str:
-    words = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "been cancelled"}
-    return words.get(status.state, status.state) + (f": {status.reason}" if status.reason else "")
-
-
 def _status_values(status: JobStatus) -> dict[str, Any]:
     values = asdict(status)
     for name in ("created", "completed"):
@@ -275,7 +271,7 @@ def _print(answer: Any) -> None:
     print(answer if isinstance(answer, str) else json.dumps(answer, indent=2, ensure_ascii=False))
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Left-aligned columns, as wide as their longest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)) for row in rows)

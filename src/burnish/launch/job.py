@@ -6,11 +6,12 @@ Values of `secret_env` are in no repr and in no plan; whoever runs the job hands
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
 from types import MappingProxyType
+from typing import Any
 
 from burnish.launch.errors import LaunchError
 from burnish.launch.topology import Slice, resolve
@@ -172,6 +173,11 @@ class JobSpec:
         """What a process or a container runs."""
         return ("bash", "-c", self.command)
 
+    def public(self) -> dict[str, Any]:
+        """The job as JSON values; of secrets only the names."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return values | {"secret_env": sorted(self.secret_env)}
+
     @property
     def main_job(self) -> str:
         """Name of the replicated job whose first process is the job's main one."""
@@ -316,6 +322,16 @@ def parse_mount(text: str) -> Mount:
         raise LaunchError(f"--mount={text}: the path may not hold '..'")
     kind = MountKind.BUCKET if "://" in source else MountKind.HOST if source.startswith("/") else MountKind.CLAIM
     return Mount(kind, source, path, read_only is not None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, (Mount, PathwaysSpec)):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return value
 
 
 def _check_env(mapping: Mapping[str, str], flag: str) -> None:
