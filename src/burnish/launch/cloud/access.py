@@ -13,7 +13,7 @@ from typing import Any
 from burnish.launch.errors import LaunchError
 
 _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
-_LOGIN = (
+LOGIN = (
     "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to the file of a service "
     "account's key"
 )
@@ -75,7 +75,7 @@ def credentials() -> Any:
     try:
         found, _ = auth.default(scopes=_SCOPES)
     except auth.exceptions.DefaultCredentialsError as error:
-        raise LaunchError(f"no credentials for Google Cloud: {_first_line(error)}; {_LOGIN}") from None
+        raise LaunchError(f"no credentials for Google Cloud: {_first_line(error)}; {LOGIN}") from None
     return found
 
 
@@ -88,7 +88,7 @@ def explained(what: str, project: str) -> Iterator[None]:
     try:
         yield
     except auth.GoogleAuthError as error:
-        raise LaunchError(f"{what}: the credentials were not accepted: {_first_line(error)}; {_LOGIN}") from None
+        raise LaunchError(f"{what}: the credentials were not accepted: {_first_line(error)}; {LOGIN}") from None
     except errors.GoogleAPICallError as error:
         raise LaunchError(f"{what}: {reason(str(error.message), project, error.code)}") from None
     except (errors.RetryError, requests.ConnectionError, requests.Timeout) as error:
