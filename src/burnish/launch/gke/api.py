@@ -1,0 +1,294 @@
+"""The API server, through the official client: how it is reached, what is asked of it, and its errors in words.
+
+Objects are plain JSON. A request that finds the server busy or failing (429, 5xx, no connection) is made again with
+growing pauses; any other refusal is a RefusedError that says what would mend it.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from burnish.launch.cloud.access import LOGIN, needed
+from burnish.launch.errors import LaunchError
+
+client = needed("kubernetes.client")
+urllib3 = needed("urllib3")
+
+Object = dict[str, Any]
+
+_BUSY = (429, 500, 502, 503, 504)
+_CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
+_QUIET_SECONDS = 300.0  # a followed log that says nothing for so long is asked for again: the connection may be dead
+
+
+class RefusedError(LaunchError):
+    """The server answered a request with an error; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnreachableError(LaunchError):
+    """There is no answer from the server, or none but that it is busy, after all attempts."""
+
+
+class StreamBrokenError(Exception):
+    """A watch or a log ended before the server said so; where it stood is known, and it can be taken up again."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Attempts at a request, and the pause in seconds after the first, which doubles."""
+
+    attempts: int = 6
+    pause: float = 0.5
+    longest: float = 15.0
+
+    def pause_after(self, attempt: int) -> float:
+        return min(self.pause * 2**attempt, self.longest)
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of objects: `plural` of the core API, or of a group."""
+
+    plural: str
+    group: str = ""
+    version: str = "v1"
+
+
+PODS = Resource("pod")
+EVENTS = Resource("event")
+SECRETS = Resource("secret")
+NODES = Resource("node")
+JOBS = Resource("jobs", "batch", "v1")
+JOBSETS = Resource("jobsets", "jobset.x-k8s.io", "v1alpha2")
+WORKLOADS = tuple(Resource("workloads", "kueue.x-k8s.io", version) for version in ("v1beta2", "v1beta1"))
+QUEUES = tuple(Resource("localqueues", "kueue.x-k8s.io", version) for version in ("v1beta2", "v1beta1"))
+
+
+class Api:
+    """Requests to one API server, in one namespace. May be used from several threads."""
+
+    def __init__(self, configuration: Any, namespace: str, retry: Retry | None = None) -> None:
+        self.namespace = namespace
+        self.retry = retry or Retry()
+        self._client = client.ApiClient(configuration)
+        self._core = client.CoreV1Api(self._client)
+        self._custom = client.CustomObjectsApi(self._client)
+        self._host = configuration.host
+
+    def create(self, resource: Resource, body: Object) -> Object:
+        """Raises RefusedError, with status 409 where an object of that name is there already."""
+        what = f"create {body['kind']} {body['metadata']['name']}"
+        if resource.group:
+            return self._ask(
+                what, self._custom.create_namespaced_custom_object, *self._place(resource), body, field_validation="Strict"
+            )
+        create = getattr(self._core, f"create_namespaced_{resource.plural}")
+        return self._ask(what, create, self.namespace, body, field_validation="Strict")
+
+    def get(self, resource: Resource, name: str) -> Object:
+        """Raises RefusedError with status 404 where there is none of that name."""
+        what = f"read {resource.plural} {name}"
+        if resource.group:
+            return self._ask(what, self._custom.get_namespaced_custom_object, *self._place(resource), name)
+        return self._ask(what, getattr(self._core, f"read_namespaced_{resource.plural}"), name, self.namespace)
+
+    def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
+        """The objects and the resource version from which a watch goes on."""
+        answer = self._ask(f"list {resource.plural}", *self._listing(resource), **_selectors(labels, fields))
+        return answer["items"], answer["metadata"].get("resourceVersion", "")
+
+    def delete(self, resource: Resource, name: str) -> None:
+        what = f"delete {resource.plural} {name}"
+        background = client.V1DeleteOptions(propagation_policy="Background")
+        if resource.group:
+            place = self._place(resource)
+            self._ask(what, self._custom.delete_namespaced_custom_object, *place, name, body=background)
+        else:
+            delete = getattr(self._core, f"delete_namespaced_{resource.plural}")
+            self._ask(what, delete, name, self.namespace, body=background)
+
+    def watch(
+        self, resource: Resource, version: str, *, labels: str = "", fields: str = "", seconds: int = 240
+    ) -> "Stream":
+        """Changes after a resource version, as the server's {"type", "object"}; ends after so many seconds.
+
+        Raises RefusedError with status 410 where the server has forgotten that version.
+        """
+        function, *place = self._listing(resource)
+        response = self._open(
+            f"watch {resource.plural}",
+            function,
+            *place,
+            watch=True,
+            resource_version=version,
+            timeout_seconds=seconds,
+            allow_watch_bookmarks=True,
+            _request_timeout=(_CONNECT_SECONDS, seconds + _READ_SECONDS),
+            **_selectors(labels, fields),
+        )
+        return Stream(response)
+
+    def log(self, pod: str, container: str, *, follow: bool, last_seconds: int | None = None) -> "Stream":
+        """Lines '<time> <text>' of a container. Raises RefusedError: 404 where the pod is gone, 400 where the
+        container has not started."""
+        kwargs: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
+        if last_seconds is not None:
+            kwargs["since_seconds"] = last_seconds
+        response = self._open(
+            f"read the log of pod {pod}",
+            self._core.read_namespaced_pod_log,
+            pod,
+            self.namespace,
+            _request_timeout=(_CONNECT_SECONDS, _QUIET_SECONDS if follow else _READ_SECONDS),
+            **kwargs,
+        )
+        return Stream(response)
+
+    def _place(self, resource: Resource) -> tuple[str, str, str, str]:
+        return resource.group, resource.version, self.namespace, resource.plural
+
+    def _listing(self, resource: Resource) -> tuple[Any, ...]:
+        if resource.group:
+            return (self._custom.list_namespaced_custom_object, *self._place(resource))
+        if resource is NODES:
+            return (self._core.list_node,)
+        return getattr(self._core, f"list_namespaced_{resource.plural}"), self.namespace
+
+    def _ask(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Object:
+        response = self._open(what, function, *args, _request_timeout=(_CONNECT_SECONDS, _READ_SECONDS), **kwargs)
+        answer: Object = json.loads(response.data)
+        return answer
+
+    def _open(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A response with a good status, after as many attempts as it takes and `retry` allows."""
+        failure = ""
+        for attempt in range(self.retry.attempts):
+            pause = self.retry.pause_after(attempt)
+            try:
+                with _credentials_explained():
+                    response = function(*args, _preload_content=False, **kwargs)
+            except urllib3.exceptions.HTTPError as error:
+                failure = f"{self._host} cannot be reached: {_cause(error)}"
+            except client.ApiException as error:  # TLS
+                raise UnreachableError(f"{what}: {self._host}: {' '.join(str(error.reason).split())}") from None
+            else:
+                if 200 <= response.status < 300:
+                    return response
+                failure = _message(response)
+                if response.status not in _BUSY:
+                    raise RefusedError(_explained(what, response.status, failure), response.status)
+                pause = max(pause, _retry_after(response))
+                failure = f"the server answers {response.status}: {failure}"
+            if attempt + 1 < self.retry.attempts:
+                time.sleep(pause)
+        hint = "is the cluster up, and may this machine reach it (--authorized-cidr of `burnish cluster create`)?"
+        raise UnreachableError(f"{what}: {failure}; tried {self.retry.attempts} times; {hint}")
+
+
+class Stream:
+    """Lines that come while the connection lasts."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def lines(self) -> Iterator[str]:
+        """Raises StreamBrokenError where the connection was cut; the start of a line that was cut is dropped."""
+        rest = b""
+        try:
+            for chunk in self._response.stream(amt=None, decode_content=False):
+                *whole, rest = (rest + chunk).split(b"\n")
+                for line in whole:
+                    yield line.decode(errors="replace")
+            if rest:
+                yield rest.decode(errors="replace")
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+            # ValueError and AttributeError: of a response that another thread has closed
+            raise StreamBrokenError(str(error)) from None
+        finally:
+            self.close()
+
+    def events(self) -> Iterator[Object]:
+        """The changes of a watch. Raises RefusedError where the server ends it with an error."""
+        for line in self.lines():
+            if not line.strip():
+                continue
+            event = json.loads(line)
+            if event["type"] == "ERROR":
+                status = event["object"].get("code", 500)
+                raise RefusedError(f"watch: {event['object'].get('message', 'ended by the server')}", status)
+            yield event
+
+    def close(self) -> None:
+        self._response.close()
+        self._response.release_conn()
+
+    def abort(self) -> None:
+        """Ends the lines for a thread that waits for the next one; closing alone would wait for it, too."""
+        sock = getattr(getattr(self._response, "connection", None), "sock", None)
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    return ({"label_selector": labels} if labels else {}) | ({"field_selector": fields} if fields else {})
+
+
+def _message(response: Any) -> str:
+    try:
+        return str(json.loads(response.data)["message"]).rstrip(".")
+    except (ValueError, KeyError, TypeError):
+        return str(response.reason)
+
+
+def _explained(what: str, status: int, message: str) -> str:
+    """What the server refused, with what would mend it."""
+    if status == 401:
+        return f"{what}: the cluster does not accept the credentials: {message}; {LOGIN}"
+    if status == 403:
+        return (
+            f"{what}: not allowed: {message}; ask whoever owns the project for the role roles/container.developer, or "
+            "for these rights in the namespace"
+        )
+    if status == 404 and message == "the server could not find the requested resource":
+        return f"{what}: the cluster does not know such objects; `burnish cluster create` installs JobSet and Kueue"
+    if status == 404 and message.startswith("namespaces "):
+        return f"{what}: {message}; make it, or name another by `burnish job config set namespace NAME`"
+    return f"{what}: {message}"
+
+
+def _retry_after(response: Any) -> float:
+    value = response.headers.get("Retry-After", "")
+    if value.isdigit():
+        return min(float(value), 60.0)
+    try:
+        return min(max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0), 60.0)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _cause(error: BaseException) -> str:
+    reason = getattr(error, "reason", None) or error
+    return " ".join(str(reason).split())
+
+
+@contextmanager
+def _credentials_explained() -> Iterator[None]:
+    """The client asks for a fresh token on its way to the server, which may fail."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("google.auth"):
+            first = next(iter(str(error).splitlines()), "")
+            raise LaunchError(f"the Google credentials cannot be used: {first}; {LOGIN}") from None
+        raise
