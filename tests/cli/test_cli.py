@@ -109,6 +109,11 @@ NEEDED = {
     "job describe": ("n",),
     "job inspect": ("n",),
     "job cancel": ("n",),
+    "cluster create": ("c", "--compute-type=v6e-8"),
+    "cluster delete": ("c",),
+    "vm create": ("m",),
+    "vm ssh-command": ("m",),
+    "vm delete": ("m",),
 }
 
 

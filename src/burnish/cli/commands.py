@@ -21,6 +21,8 @@ class Command:
 GROUPS = {
     "job": "Run jobs on a cluster or, as a rehearsal, on this machine.",
     "job config": "The defaults of job commands.",
+    "cluster": "Make and delete GKE clusters with TPU slices.",
+    "vm": "Make and delete TPU virtual machines.",
 }
 
 COMMANDS = (
@@ -205,6 +207,62 @@ COMMANDS = (
         "A running job's processes get SIGTERM, the grace period, and SIGKILL.",
         ("burnish job cancel train",),
         "burnish.launch.commands:cancel",
+        positional=("name",),
+    ),
+    Command(
+        "cluster create",
+        "Make a GKE cluster with one node pool per TPU slice, JobSet, Kueue and a queue.",
+        "Says what it will make and asks. What is there already is checked and kept, so the same command goes on "
+        "where an earlier one failed or was interrupted.",
+        (
+            "burnish cluster create rl --project=my-project --location=us-east5-b --compute-type=ct6e-standard-4t "
+            "--topology=4x8 --reservation=my-reservation --bucket=my-bucket --authorized-cidr=203.0.113.7/32",
+            "burnish cluster create rl --compute-type=v6e-32 --spot --dry-run",
+        ),
+        "burnish.launch.cloud.commands:cluster_create",
+        positional=("name",),
+    ),
+    Command(
+        "cluster describe",
+        "Show a cluster: its state, its node pools, what is under way, JobSet and Kueue.",
+        "Reads only.",
+        ("burnish cluster describe rl", "burnish cluster describe rl --output=json"),
+        "burnish.launch.cloud.commands:cluster_describe",
+        positional=("name",),
+    ),
+    Command(
+        "cluster delete",
+        "Delete a cluster with its node pools and service account, and a bucket where you name it.",
+        "Says what it will delete and asks; clusters that burnish did not make are left alone.",
+        ("burnish cluster delete rl", "burnish cluster delete rl --delete-bucket=my-bucket --yes"),
+        "burnish.launch.cloud.commands:cluster_delete",
+        positional=("name",),
+    ),
+    Command(
+        "vm create",
+        "Make a TPU virtual machine and wait until it runs.",
+        "Says what it will make and asks; a machine that is there already is checked and kept.",
+        (
+            "burnish vm create rl-vm --project=my-project --zone=us-east5-b --reservation=my-reservation",
+            "burnish vm create rl-vm --machine-type=ct6e-standard-1t --spot --dry-run",
+        ),
+        "burnish.launch.cloud.commands:vm_create",
+        positional=("name",),
+    ),
+    Command(
+        "vm ssh-command",
+        "Show how to get onto a TPU virtual machine, and the environment to set there.",
+        "The environment tells the TPU runtime that the machine is a slice by itself.",
+        ("burnish vm ssh-command rl-vm", "burnish vm ssh-command rl-vm --output=json"),
+        "burnish.launch.cloud.commands:vm_ssh_command",
+        positional=("name",),
+    ),
+    Command(
+        "vm delete",
+        "Delete a TPU virtual machine with its boot disk.",
+        "Says what it will delete and asks.",
+        ("burnish vm delete rl-vm",),
+        "burnish.launch.cloud.commands:vm_delete",
         positional=("name",),
     ),
 )

@@ -9,6 +9,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from burnish.config.cloud import (
+    ClusterAccessOptions,
+    ClusterNodesOptions,
+    ClusterPartsOptions,
+    ClusterPlaceOptions,
+    ConfirmOptions,
+    DryRunOptions,
+    VmMachineOptions,
+    VmNameOptions,
+)
 from burnish.config.fields import AllOrCount, Options, option
 from burnish.config.groups import (
     AlgorithmOptions,
@@ -356,6 +366,44 @@ class JobConfigListConfig(CommandConfig, JobOutputOptions):
     """Options of job config list."""
 
 
+class ClusterCreateConfig(
+    CommandConfig,
+    ClusterPlaceOptions,
+    ClusterNodesOptions,
+    ClusterAccessOptions,
+    ClusterPartsOptions,
+    ConfirmOptions,
+    DryRunOptions,
+):
+    """Options of cluster create."""
+
+
+class ClusterDescribeConfig(CommandConfig, ClusterPlaceOptions):
+    """Options of cluster describe."""
+
+
+class ClusterDeleteConfig(CommandConfig, ClusterPlaceOptions, ConfirmOptions):
+    """Options of cluster delete."""
+
+    section: ClassVar[str] = "Cluster"
+
+    delete_bucket: str | None = option(
+        None, "Bucket to delete as well, with all that is in it", default_words="none: buckets stay, and cost"
+    )
+
+
+class VmCreateConfig(CommandConfig, VmNameOptions, VmMachineOptions, ConfirmOptions, DryRunOptions):
+    """Options of vm create."""
+
+
+class VmSshConfig(CommandConfig, VmNameOptions):
+    """Options of vm ssh-command."""
+
+
+class VmDeleteConfig(CommandConfig, VmNameOptions, ConfirmOptions):
+    """Options of vm delete."""
+
+
 COMMANDS: dict[str, type[CommandConfig]] = {
     "demo": DemoConfig,
     "train-rl": RunConfig,
@@ -376,4 +424,10 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "job describe": JobNameConfig,
     "job inspect": JobNameConfig,
     "job cancel": JobNameConfig,
+    "cluster create": ClusterCreateConfig,
+    "cluster describe": ClusterDescribeConfig,
+    "cluster delete": ClusterDeleteConfig,
+    "vm create": VmCreateConfig,
+    "vm ssh-command": VmSshConfig,
+    "vm delete": VmDeleteConfig,
 }

@@ -136,7 +136,7 @@ def _node_config(spec: ClusterSpec, machine_type: str, role: str) -> dict[str, A
     return {
         "machine_type": machine_type,
         "service_account": spec.node_account,
-        "oauth_scopes": SCOPES,
+        "oauth_scopes": list(SCOPES),
         "workload_metadata_config": {"mode": "GKE_METADATA"},
         "labels": {"burnish-role": role},
         "resource_labels": labels(spec.name),
