@@ -102,7 +102,7 @@ class PathwaysSpec:
     server_memory: str = "32Gi"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]+(/.*)?", self.gcs_location):
+        if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]{1,220}[a-z0-9](/.*)?", self.gcs_location):
             raise LaunchError(
                 f"--pathways-gcs-location={self.gcs_location}: expected a place such as gs://bucket/pathways/"
             )
@@ -311,7 +311,7 @@ def parse_assignment(text: str, flag: str) -> tuple[str, str]:
 
 def parse_mount(text: str) -> Mount:
     """The mount in SOURCE:/PATH[:ro]. Raises LaunchError where it is none."""
-    match = re.fullmatch(r"(gs://[^:]+|/[^:]*|[a-z0-9][-a-z0-9.]*):(/[^:]+)(:ro)?", text)
+    match = re.fullmatch(r"(gs://[^:]+|/[^:]*|[a-z0-9][-a-z0-9.]*):(/[^:/][^:]*)(:ro)?", text)
     if not match:
         raise LaunchError(
             f"--mount={text}: expected gs://bucket/directory:/path, /directory:/path or claim:/path, and :ro after it "
