@@ -209,6 +209,7 @@ class Cluster:
         self.kueue = False  # JobSets with a queue wait until `admit`
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.errors: list[Exception] = []  # of the emulator itself
         self.stream_cuts = 0  # so many streams are still to be cut after their next item
         self.logs: dict[tuple[str, str, str], ContainerLog] = {}  # namespace, pod, container
         self._pods: dict[tuple[str, str], Running] = {}
@@ -238,9 +239,7 @@ class Cluster:
 
     def pods_of(self, jobset: str) -> list[Object]:
         return [
-            pod
-            for pod in self.store.list("pods")
-            if pod["metadata"]["labels"].get(f"{JOBSET}/jobset-name") == jobset
+            pod for pod in self.store.list("pods") if pod["metadata"]["labels"].get(f"{JOBSET}/jobset-name") == jobset
         ]
 
     def evict(self, namespace: str, pod: str) -> None:
@@ -272,6 +271,8 @@ class Cluster:
         for thread in self._threads:
             thread.join(10)
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self.errors:
+            raise self.errors[0]
 
     def event(self, namespace: str, involved: Object, kind: str, reason: str, message: str) -> None:
         reference = {
@@ -337,7 +338,11 @@ class Cluster:
                     self.store.changed.wait(0.5)
                 seen = self.store.version
             for jobset in self.store.list("jobsets"):
-                self._reconcile(jobset)
+                try:
+                    self._reconcile(jobset)
+                except Exception as error:
+                    self.errors.append(error)
+                    return
 
     def _reconcile(self, jobset: Object) -> None:
         namespace, name = jobset["metadata"]["namespace"], jobset["metadata"]["name"]
@@ -420,7 +425,8 @@ class Cluster:
             host = f"{coordinator['replicatedJob']}-{coordinator.get('jobIndex', 0)}-{coordinator.get('podIndex', 0)}"
             subdomain = jobset["spec"].get("network", {}).get("subdomain") or jobset["metadata"]["name"]
             labels[f"{JOBSET}/coordinator"] = f"{jobset['metadata']['name']}-{host}.{subdomain}"
-        metadata = {"name": name, "labels": labels, "ownerReferences": [_owner(jobset)]}
+        metadata = template.pop("metadata", {})
+        metadata |= {"name": name, "labels": metadata.get("labels", {}) | labels, "ownerReferences": [_owner(jobset)]}
         job = self.store.create("jobs", namespace, {"apiVersion": "batch/v1", "metadata": metadata} | template)
         for pod_index in range(job["spec"].get("completions", 1)):
             self._make_pod(namespace, job, pod_index, labels)
@@ -430,7 +436,10 @@ class Cluster:
         template = job["spec"]["template"]
         name = f"{job['metadata']['name']}-{index}-{uuid.uuid4().hex[:5]}"
         metadata = copy.deepcopy(template.get("metadata", {}))
-        own = {"batch.kubernetes.io/job-name": job["metadata"]["name"], "batch.kubernetes.io/job-completion-index": str(index)}
+        own = {
+            "batch.kubernetes.io/job-name": job["metadata"]["name"],
+            "batch.kubernetes.io/job-completion-index": str(index),
+        }
         metadata |= {"name": name, "ownerReferences": [_owner(job)]}
         metadata["labels"] = metadata.get("labels", {}) | labels | own
         spec = copy.deepcopy(template["spec"])
@@ -499,11 +508,11 @@ class Cluster:
             else:
                 for job in self._jobs_of(namespace, name):
                     self.remove("jobs", namespace, job["metadata"]["name"])
-                self.store.update(
-                    "jobsets", namespace, name, lambda item: item["status"].update(restarts=restarts + 1)
-                )
+                self.store.update("jobsets", namespace, name, lambda item: item["status"].update(restarts=restarts + 1))
             return
-        targets = spec.get("successPolicy", {}).get("targetReplicatedJobs") or [r["name"] for r in spec["replicatedJobs"]]
+        targets = spec.get("successPolicy", {}).get("targetReplicatedJobs") or [
+            r["name"] for r in spec["replicatedJobs"]
+        ]
         done = {count["name"]: count["succeeded"] for count in counts}
         wanted = {r["name"]: r.get("replicas", 1) for r in spec["replicatedJobs"]}
         if all(done.get(target, 0) == wanted[target] for target in targets):
@@ -543,13 +552,18 @@ class Cluster:
         if running.deleted:
             return
         containers = pod["spec"]["containers"]
-        try:
-            for container in pod["spec"].get("initContainers", []) + containers:
-                self._start(namespace, pod, container, running)
-        except ApiError as error:  # a Secret that is not there
-            self._wait_on(namespace, pod, "CreateContainerConfigError", error.message)
-            while not running.deleted and not self._closing.is_set():
-                time.sleep(0.02)
+        while True:
+            try:
+                for container in pod["spec"].get("initContainers", []) + containers:
+                    self._container_environment(namespace, pod, container)
+                break
+            except ApiError as error:  # a Secret that is not there, or not yet
+                self._wait_on(namespace, pod, "CreateContainerConfigError", error.message)
+            if running.deleted or self._closing.wait(0.1):
+                return
+        for container in pod["spec"].get("initContainers", []) + containers:
+            self._start(namespace, pod, container, running)
+        if running.deleted:
             return
         restarts = 0
         self._report(namespace, pod, running, restarts)
@@ -577,8 +591,7 @@ class Cluster:
             if said != self.unschedulable:
                 said = self.unschedulable
                 condition = _condition("PodScheduled", False) | {"reason": "Unschedulable", "message": said}
-                status = {"phase": "Pending", "conditions": [condition]}
-                self.store.update("pods", namespace, name, lambda item: item.update(status=status))
+                self._set_status(namespace, name, {"phase": "Pending", "conditions": [condition]})
                 self.event(namespace, pod, "Warning", "FailedScheduling", said)
             time.sleep(0.02)
 
@@ -587,6 +600,9 @@ class Cluster:
             item["status"] = {"phase": "Pending", "conditions": [_condition("PodScheduled", True)]}
 
         self.store.update("pods", namespace, name, scheduled)
+
+    def _set_status(self, namespace: str, pod: str, status: Object) -> None:
+        self.store.update("pods", namespace, pod, lambda item: item.update(status=status))
 
     def _wait_for_image(self, namespace: str, pod: Object, running: Running) -> None:
         images = {container["image"] for container in pod["spec"]["containers"]}
@@ -601,7 +617,13 @@ class Cluster:
     def _wait_on(self, namespace: str, pod: Object, reason: str, message: str) -> None:
         waiting = {"waiting": {"reason": reason} | ({"message": message} if message else {})}
         statuses = [
-            {"name": container["name"], "image": container["image"], "ready": False, "restartCount": 0, "state": waiting}
+            {
+                "name": container["name"],
+                "image": container["image"],
+                "ready": False,
+                "restartCount": 0,
+                "state": waiting,
+            }
             for container in pod["spec"]["containers"]
         ]
 
@@ -612,7 +634,9 @@ class Cluster:
 
     def _start(self, namespace: str, pod: Object, container: Object, running: Running) -> None:
         environment = self.environment | self._container_environment(namespace, pod, container)
-        command = container.get("command") or self.entrypoints.get(container["image"], ["/bin/sh", "-c", "exec sleep 9999"])
+        command = container.get("command") or self.entrypoints.get(
+            container["image"], ["/bin/sh", "-c", "exec sleep 9999"]
+        )
         arguments = [_expand(word, environment) for word in [*command, *container.get("args", ())]]
         with self.store.changed:
             if running.deleted:
@@ -665,7 +689,9 @@ class Cluster:
         if ended and not (pod["spec"]["restartPolicy"] == "OnFailure" and any(codes[name] for name in mains)):
             phase = "Failed" if any(codes[name] for name in mains) else "Succeeded"
         statuses = {
-            key: [self._container_status(container, codes, running, restarts) for container in pod["spec"].get(source, ())]
+            key: [
+                self._container_status(container, codes, running, restarts) for container in pod["spec"].get(source, ())
+            ]
             for key, source in (("containerStatuses", "containers"), ("initContainerStatuses", "initContainers"))
         }
         conditions = [_condition("PodScheduled", True), _condition("Ready", phase == "Running")]
@@ -882,7 +908,9 @@ class Handler(BaseHTTPRequestHandler):
         check(target.plural, body, query.get("fieldValidation") == "Strict")
         body.pop("status", None)
         if target.plural == "secrets":
-            values = {key: base64.b64encode(value.encode()).decode() for key, value in body.pop("stringData", {}).items()}
+            values = {
+                key: base64.b64encode(value.encode()).decode() for key, value in body.pop("stringData", {}).items()
+            }
             body["data"] = body.get("data", {}) | values
         if query.get("dryRun") == "All":
             self._answer(201, body)

@@ -16,6 +16,7 @@ from typing import Any
 
 from burnish.launch.cloud.access import LOGIN, needed
 from burnish.launch.errors import LaunchError
+from burnish.launch.gke.resources import NODES, Resource
 
 client = needed("kubernetes.client")
 urllib3 = needed("urllib3")
@@ -55,25 +56,6 @@ class Retry:
         return min(self.pause * 2**attempt, self.longest)
 
 
-@dataclass(frozen=True)
-class Resource:
-    """A kind of objects: `plural` of the core API, or of a group."""
-
-    plural: str
-    group: str = ""
-    version: str = "v1"
-
-
-PODS = Resource("pod")
-EVENTS = Resource("event")
-SECRETS = Resource("secret")
-NODES = Resource("node")
-JOBS = Resource("jobs", "batch", "v1")
-JOBSETS = Resource("jobsets", "jobset.x-k8s.io", "v1alpha2")
-WORKLOADS = tuple(Resource("workloads", "kueue.x-k8s.io", version) for version in ("v1beta2", "v1beta1"))
-QUEUES = tuple(Resource("localqueues", "kueue.x-k8s.io", version) for version in ("v1beta2", "v1beta1"))
-
-
 class Api:
     """Requests to one API server, in one namespace. May be used from several threads."""
 
@@ -89,9 +71,8 @@ class Api:
         """Raises RefusedError, with status 409 where an object of that name is there already."""
         what = f"create {body['kind']} {body['metadata']['name']}"
         if resource.group:
-            return self._ask(
-                what, self._custom.create_namespaced_custom_object, *self._place(resource), body, field_validation="Strict"
-            )
+            create = self._custom.create_namespaced_custom_object
+            return self._ask(what, create, *self._place(resource), body, field_validation="Strict")
         create = getattr(self._core, f"create_namespaced_{resource.plural}")
         return self._ask(what, create, self.namespace, body, field_validation="Strict")
 

@@ -7,25 +7,13 @@ tries on for as long as its patience lasts.
 
 import threading
 import time
-from dataclasses import dataclass
 from queue import Queue
-from typing import Any, Literal
 
 from burnish.launch.errors import LaunchError
-from burnish.launch.gke.api import Api, RefusedError, Resource, Stream, StreamBrokenError, UnreachableError
+from burnish.launch.gke.api import Api, RefusedError, Stream, StreamBrokenError, UnreachableError
+from burnish.launch.gke.resources import Change, Resource
 
 GONE = 410
-
-
-@dataclass(frozen=True)
-class Change:
-    """LISTED: `items` is all there is. ADDED, MODIFIED, DELETED: of one item. AWAY: the server does not answer,
-    `text` says how. DENIED: these objects cannot be had, and none will come."""
-
-    resource: Resource
-    kind: Literal["LISTED", "ADDED", "MODIFIED", "DELETED", "AWAY", "DENIED"]
-    items: tuple[dict[str, Any], ...] = ()
-    text: str = ""
 
 
 class Feed(threading.Thread):

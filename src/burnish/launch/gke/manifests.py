@@ -155,7 +155,7 @@ def pod_template(
     volumes = tuple(_volumes(spec, machine)) if any(container.volume_mounts for container in containers) else ()
     selector = dict(node_selector or {})
     if on_slice:
-        selector |= _slice_selector(machine) | spec.node_constraints
+        selector |= _slice_selector(machine) | dict(spec.node_constraints)
     annotations = {}
     if on_slice and machine.is_tpu:
         annotations["cloud.google.com/gke-tpu-slice-topology"] = machine.topology
@@ -179,9 +179,7 @@ def pod_template(
             "priority_class_name": spec.priority,
         }
     )
-    return objects.PodTemplate(
-        metadata=objects.Metadata(labels=OWN_LABELS, annotations=annotations or None), spec=pod
-    )
+    return objects.PodTemplate(metadata=objects.Metadata(labels=OWN_LABELS, annotations=annotations or None), spec=pod)
 
 
 def workload_container(spec: JobSpec, given: tuple[objects.EnvVar, ...], *, chips: int) -> objects.Container:

@@ -184,7 +184,7 @@ class ReplicatedJob(KubernetesObject):
 
 
 class Network(KubernetesObject):
-    enable_dns_hostnames: bool = Field(alias="enableDNSHostnames")
+    enable_dns_hostnames: bool = Field(serialization_alias="enableDNSHostnames")
     publish_not_ready_addresses: bool
     subdomain: str
 

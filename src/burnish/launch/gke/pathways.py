@@ -65,9 +65,7 @@ def _head(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
     else:
         command = workload_container(spec, _workload_environment(spec), chips=0)
         pod = pod_template(spec, (command,), init_containers=helpers, on_slice=False, node_selector=selector)
-    return _replicated(
-        JOB_PATHWAYS_HEAD, 1, "kubernetes.io/hostname", job_specification(spec, pod, hosts=1)
-    )
+    return _replicated(JOB_PATHWAYS_HEAD, 1, "kubernetes.io/hostname", job_specification(spec, pod, hosts=1))
 
 
 def _workers(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:

@@ -126,9 +126,7 @@ def _container(path: str, container: dict[str, Any], volumes: list[str]) -> Iter
     for index, word in enumerate((*container.get("command", ()), *container.get("args", ()))):
         for name in _REFERENCE.findall(word):
             if name not in names:
-                yield Problem(
-                    f"{path}.args[{index}]", f"$({name}) is no variable of this container", f"{flag}args"
-                )
+                yield Problem(f"{path}.args[{index}]", f"$({name}) is no variable of this container", f"{flag}args")
     known: set[str] = set()
     for variable in container.get("env", []):
         for name in _REFERENCE.findall(variable.get("value", "")):
