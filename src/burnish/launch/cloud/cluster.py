@@ -235,24 +235,15 @@ def delete(
 ) -> None:
     """Deletes the cluster with its pools, the nodes' service account, and the bucket where one is named; what is gone
     already is passed over."""
-    errors = needed("google.api_core.exceptions")
     waiter = Waiter(access.clusters, project, location, say, pauses.operation)
-    what = f"cluster {name}: deletion"
     cluster = _find(access, project, location, name)
     if cluster is not None:
         _check_ours(cluster, name)
         waiter.finish_others(name)
     if _find(access, project, location, name) is not None:  # what was waited for may have been a deletion
-
-        def start() -> Any:
-            try:
-                return access.clusters.delete_cluster(request={"name": f"{waiter.parent}/clusters/{name}"})
-            except errors.NotFound:
-                return None
-
-        operation = waiter.begin(start, what, name)
-        if operation is not None:
-            waiter.wait(operation, what)
+        request = {"name": f"{waiter.parent}/clusters/{name}"}
+        start = partial(access.clusters.delete_cluster, request=request)
+        waiter.run(start, f"cluster {name}: deletion", name, deletes=True)
     account = _account_to_delete(access, project, location, name)
     if account is not None:
         identity.delete_account(access, project, account)
@@ -399,19 +390,17 @@ def _ensure_cluster(spec: ClusterSpec, access: ClusterAccess, waiter: Waiter) ->
     cluster = _find(access, spec.project, spec.location, spec.name)
     if cluster is not None and cluster.status.name == "ERROR":
         waiter.say(f"{what} is broken: {_conditions(cluster)}")
-        delete_broken = partial(access.clusters.delete_cluster, request={"name": path})
-        operation = waiter.begin(delete_broken, f"{what}: deletion", spec.name)
-        waiter.wait(operation, f"{what}: deletion of the broken one")
+        broken = {"name": path}
+        delete_it = partial(access.clusters.delete_cluster, request=broken)
+        waiter.run(delete_it, f"{what}: deletion of the broken one", spec.name, deletes=True)
         cluster = None
     if cluster is None:
         request = {"parent": waiter.parent, "cluster": parts.cluster_request(spec)}
-        operation = waiter.begin(partial(access.clusters.create_cluster, request=request), what, spec.name)
-        waiter.wait(operation, what)
+        waiter.run(partial(access.clusters.create_cluster, request=request), what, spec.name)
     elif not _authorized_as_asked(spec, cluster):
-        endpoints = {"desired_control_plane_endpoints_config": parts.endpoints(spec)}
-        request = {"name": path, "update": endpoints}
-        operation = waiter.begin(partial(access.clusters.update_cluster, request=request), what, spec.name)
-        waiter.wait(operation, f"{what}: who may reach the API server")
+        request = {"name": path, "update": {"desired_control_plane_endpoints_config": parts.endpoints(spec)}}
+        update = partial(access.clusters.update_cluster, request=request)
+        waiter.run(update, f"{what}: who may reach the API server", spec.name)
     cluster = _required(access, spec.project, spec.location, spec.name)
     if cluster.status.name not in _USABLE:
         raise LaunchError(f"{what} is {cluster.status.name}: {_conditions(cluster) or 'no reason is given'}")
@@ -430,13 +419,14 @@ def _ensure_pools(spec: ClusterSpec, requests: list[dict[str, Any]], access: Clu
         if name in pools and pools[name].status.name in _BROKEN:
             waiter.say(f"{what} is broken: {_conditions(pools[name])}")
             old = {"name": f"{parent}/nodePools/{name}"}
-            operation = waiter.begin(partial(access.clusters.delete_node_pool, request=old), what, spec.name)
-            waiter.wait(operation, f"{what}: deletion of the broken one")
+            delete_old = partial(access.clusters.delete_node_pool, request=old)
+            waiter.run(delete_old, f"{what}: deletion of the broken one", spec.name, deletes=True)
         elif name in pools:
             continue
         new = {"parent": parent, "node_pool": request}
         operation = waiter.begin(partial(access.clusters.create_node_pool, request=new), what, spec.name)
-        begun.append((operation, what))
+        if operation is not None:
+            begun.append((operation, what))
     problems = []
     for operation, what in begun:
         try:

@@ -16,6 +16,7 @@ Say = Callable[[str], None]
 
 REPORT_SECONDS = 30.0
 MAX_SECONDS = 3 * 3600.0
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,30 @@ class Waiter:
         else:
             self.say(f"{what}: done after {duration(time.monotonic() - start)}")
 
-    def begin(self, start: Callable[[], Any], what: str, cluster: str) -> Any:
-        """Begins an operation; where GKE says that another one is in its way, after that one."""
+    def run(self, start: Callable[[], Any], what: str, cluster: str, *, deletes: bool = False) -> None:
+        """Begins an operation and waits for it. Raises LaunchError saying why it failed."""
+        operation = self.begin(start, what, cluster, deletes=deletes)
+        if operation is not None:
+            self.wait(operation, what)
+
+    def begin(self, start: Callable[[], Any], what: str, cluster: str, *, deletes: bool = False) -> Any:
+        """Begins an operation; where GKE says that another one is in its way, after that one. None where somebody
+        else has begun or done the same in between, which then has been waited for."""
         errors = needed("google.api_core.exceptions")
+        attempts = 0
         while True:
             with explained(what, self.project):
                 try:
                     return start()
+                except errors.NotFound if deletes else errors.AlreadyExists:
+                    self.finish_others(cluster)
+                    return None
                 except errors.FailedPrecondition as error:
-                    others = self.in_flight(cluster)
-                    if "operation" not in str(error.message).lower() or not others:
+                    attempts += 1
+                    if "incompatible operation" not in str(error.message).lower() or attempts == _ATTEMPTS:
                         raise
-            for other in others:
-                self.wait(other, f"{what}: waits for another operation", must_succeed=False)
+            self.finish_others(cluster)
+            time.sleep(self.poll_seconds)
 
 
 def _cluster_of(target_link: str) -> list[str]:
