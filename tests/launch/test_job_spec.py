@@ -39,7 +39,7 @@ def test_a_name_is_a_dns_label_that_leaves_room_for_what_is_added(name, with_pat
     if right:
         check_name(name, with_pathways=with_pathways)
     else:
-        with pytest.raises(LaunchError, match="^--name="):
+        with pytest.raises(LaunchError, match=r"^--name="):
             check_name(name, with_pathways=with_pathways)
 
 
