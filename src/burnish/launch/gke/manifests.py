@@ -46,7 +46,11 @@ _SHELL_TRAP = "trap 'exit $?' TERM\n"
 
 def job_set(spec: JobSpec) -> objects.JobSet:
     """The job's JobSet. Raises LaunchError where the job lacks what a cluster needs."""
-    if not spec.image and not (spec.pathways and spec.pathways.headless):
+    if _is_headless(spec):
+        for flag, given in (("--env", spec.env), ("--mount", spec.mounts)):
+            if given:
+                raise LaunchError(f"{flag}: with --pathways-headless there is no command to have it; leave it out")
+    elif not spec.image:
         raise LaunchError("--image is required on GKE: the container image that the command runs in")
     if spec.pathways:
         from burnish.launch.gke.pathways import pathways_specification
@@ -59,8 +63,9 @@ def job_set(spec: JobSpec) -> objects.JobSet:
 
 
 def secret(spec: JobSpec, owner_uid: str | None = None) -> objects.Secret | None:
-    """The Secret with the job's secret variables, deleted with the JobSet that owns it; None where there are none."""
-    if not spec.secret_env:
+    """The Secret with the job's secret variables, deleted with the JobSet that owns it; None where there are none, or
+    no command to have them."""
+    if not spec.secret_env or _is_headless(spec):
         return None
     owner = objects.OwnerReference(
         api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=spec.name, uid=owner_uid or ""
@@ -245,6 +250,10 @@ def as_written(text: str) -> str:
 def _argv(spec: JobSpec) -> tuple[str, ...]:
     start = _START.format(before=_process_id(spec))
     return tuple(map(as_written, ("bash", "-c", start, "bash", "bash", "-c", _SHELL_TRAP + spec.command)))
+
+
+def _is_headless(spec: JobSpec) -> bool:
+    return spec.pathways is not None and spec.pathways.headless
 
 
 def _process_id(spec: JobSpec) -> str:
