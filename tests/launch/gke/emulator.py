@@ -87,7 +87,19 @@ class Fault:
     times: int
     retry_after: int | None = None
     message: str = "injected"
+    after: bool = False  # the request is carried out first: only its answer is lost
     seen: int = 0
+
+    def meets(self, request: str) -> bool:
+        """Whether the request is to fail; counts it."""
+        if self.seen >= self.times or not re.search(self.pattern, request):
+            return False
+        self.seen += 1
+        return True
+
+    def error(self) -> "ApiError":
+        reasons = {401: "Unauthorized", 403: "Forbidden", 429: "TooManyRequests", 500: "InternalError"}
+        return ApiError(self.code, reasons.get(self.code, ""), self.message, self.retry_after)
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,7 @@ class Cluster:
         self.entrypoints: dict[str, list[str]] = {}  # image: what it runs where the manifest has no command
         self.unschedulable = ""  # why pods find no node, while it says so
         self.broken_images: set[str] = set()
+        self.missing_kinds: set[str] = set()  # plurals that the server does not know
         self.kueue = False  # JobSets with a queue wait until `admit`
         self.faults: list[Fault] = []
         self.requests: list[str] = []
@@ -223,8 +236,8 @@ class Cluster:
 
     # What tests do to it.
 
-    def fail(self, pattern: str, code: int, times: int = 1, retry_after: int | None = None, message: str = "") -> Fault:
-        fault = Fault(pattern, code, times, retry_after, message or "injected")
+    def fail(self, pattern: str, code: int, times: int = 1, **more: Any) -> Fault:
+        fault = Fault(pattern, code, times, **more)
         self.faults.append(fault)
         return fault
 
@@ -468,8 +481,11 @@ class Cluster:
         phases = [pod["status"]["phase"] for pod in pods]
         if not conditions:
             failed = [pod for pod in pods if pod["status"]["phase"] == "Failed"]
-            if failed:
-                reason = _failure_reason(job, failed[0])
+            deadline = job["spec"].get("activeDeadlineSeconds")
+            started = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+            late = deadline is not None and datetime.now(UTC) >= started + timedelta(seconds=deadline)
+            if failed or (late and not all(phase == "Succeeded" for phase in phases)):
+                reason = _failure_reason(job, failed[0]) if failed else "DeadlineExceeded"
                 conditions = {"Failed": _condition("Failed", True) | {"reason": reason}}
                 for pod in pods:  # a Job that has failed ends its other pods
                     if pod["status"]["phase"] in ("Pending", "Running"):
@@ -801,13 +817,14 @@ class Target:
     part: str = ""  # status or log
 
 
-def parse_path(path: str) -> Target:
+def parse_path(path: str, missing: set[str]) -> Target:
     words = [unquote(word) for word in path.strip("/").split("/")]
     rest = words[2:] if words[0] == "api" else words[3:]
     namespace = ""
     if len(rest) >= 3 and rest[0] == "namespaces":
         namespace, rest = rest[1], rest[2:]
-    if not rest or rest[0] not in KINDS or (words[0] == "apis" and GROUPS.get(rest[0]) != words[1]):
+    known = rest and rest[0] in KINDS and rest[0] not in missing
+    if not known or (words[0] == "apis" and GROUPS.get(rest[0]) != words[1]):
         raise ApiError(404, "NotFound", "the server could not find the requested resource")
     name, part = [*rest[1:], "", ""][:2]
     return Target(rest[0], namespace, name, part)
@@ -861,6 +878,7 @@ def check(plural: str, body: Object, strict: bool) -> None:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: "Server"
+    _lost_answer: Fault | None = None
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -872,14 +890,15 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length)) if length else {}
         cluster.requests.append(request)
         try:
-            for fault in cluster.faults:
-                if re.search(fault.pattern, request) and fault.seen < fault.times:
-                    fault.seen += 1
-                    reasons = {403: "Forbidden", 409: "Conflict", 429: "TooManyRequests", 500: "InternalError"}
-                    raise ApiError(fault.code, reasons.get(fault.code, ""), fault.message, fault.retry_after)
+            fault = next((fault for fault in cluster.faults if fault.meets(request)), None)
+            if fault is not None and not fault.after:
+                raise fault.error()
+            self._lost_answer = fault
             path = urlsplit(self.path)
             query = {key: values[-1] for key, values in parse_qs(path.query).items()}
-            getattr(self, f"_{self.command.lower()}")(cluster, parse_path(path.path), query, body)
+            getattr(self, f"_{self.command.lower()}")(
+                cluster, parse_path(path.path, cluster.missing_kinds), query, body
+            )
         except ApiError as error:
             self._answer(error.code, error.status(), error.retry_after)
 
@@ -937,6 +956,9 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success", "details": details})
 
     def _answer(self, code: int, body: Object, retry_after: int | None = None) -> None:
+        if self._lost_answer is not None:
+            error, self._lost_answer = self._lost_answer.error(), None
+            code, body = error.code, error.status()
         data = json.dumps(body).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

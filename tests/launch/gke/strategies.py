@@ -35,8 +35,10 @@ def mounts(draw: st.DrawFn) -> tuple[Mount, ...]:
             MountKind.HOST: "/var/data",
             MountKind.CLAIM: draw(OBJECT_NAMES),
         }
-        path = draw(st.sampled_from([f"/data/{index}", f"/mnt-{index}"])) if index else draw(
-            st.sampled_from(["/data", "/dev/shm"])
+        path = (
+            draw(st.sampled_from([f"/data/{index}", f"/mnt-{index}"]))
+            if index
+            else draw(st.sampled_from(["/data", "/dev/shm"]))
         )
         made.append(Mount(kind, sources[kind], path, draw(st.booleans())))
     return tuple(made)

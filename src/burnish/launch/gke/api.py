@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from burnish.launch.cloud.access import LOGIN, needed
@@ -54,6 +52,29 @@ class Retry:
 
     def pause_after(self, attempt: int) -> float:
         return min(self.pause * 2**attempt, self.longest)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer of the server with a bad status."""
+
+    status: int
+    body: Any  # a Status object as JSON, mostly
+    reason: Any
+    headers: Any
+
+    @property
+    def message(self) -> str:
+        try:
+            return str(json.loads(self.body)["message"]).rstrip(".")
+        except (ValueError, KeyError, TypeError):
+            return str(self.reason)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds that the server wants to be left alone, a minute at most."""
+        value = (self.headers or {}).get("Retry-After", "")
+        return min(float(value), 60.0) if value.isdigit() else 0.0
 
 
 class Api:
@@ -158,18 +179,21 @@ class Api:
             try:
                 with _credentials_explained():
                     response = function(*args, _preload_content=False, **kwargs)
-            except urllib3.exceptions.HTTPError as error:
-                failure = f"{self._host} cannot be reached: {_cause(error)}"
-            except client.ApiException as error:  # TLS
-                raise UnreachableError(f"{what}: {self._host}: {' '.join(str(error.reason).split())}") from None
-            else:
                 if 200 <= response.status < 300:
                     return response
-                failure = _message(response)
-                if response.status not in _BUSY:
-                    raise RefusedError(_explained(what, response.status, failure), response.status)
-                pause = max(pause, _retry_after(response))
-                failure = f"the server answers {response.status}: {failure}"
+                refusal = Refusal(response.status, response.data, response.reason, response.headers)
+            except urllib3.exceptions.HTTPError as error:
+                refusal = None
+                failure = f"{self._host} cannot be reached: {_cause(error)}"
+            except client.ApiException as error:
+                if not error.status:  # TLS
+                    raise UnreachableError(f"{what}: {self._host}: {' '.join(str(error.reason).split())}") from None
+                refusal = Refusal(error.status, error.body, error.reason, error.headers)
+            if refusal is not None:
+                if refusal.status not in _BUSY:
+                    raise RefusedError(_explained(what, refusal.status, refusal.message), refusal.status)
+                pause = max(pause, refusal.retry_after)
+                failure = f"the server answers {refusal.status}: {refusal.message}"
             if attempt + 1 < self.retry.attempts:
                 time.sleep(pause)
         hint = "is the cluster up, and may this machine reach it (--authorized-cidr of `burnish cluster create`)?"
@@ -225,13 +249,6 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return ({"label_selector": labels} if labels else {}) | ({"field_selector": fields} if fields else {})
 
 
-def _message(response: Any) -> str:
-    try:
-        return str(json.loads(response.data)["message"]).rstrip(".")
-    except (ValueError, KeyError, TypeError):
-        return str(response.reason)
-
-
 def _explained(what: str, status: int, message: str) -> str:
     """What the server refused, with what would mend it."""
     if status == 401:
@@ -246,16 +263,6 @@ def _explained(what: str, status: int, message: str) -> str:
     if status == 404 and message.startswith("namespaces "):
         return f"{what}: {message}; make it, or name another by `burnish job config set namespace NAME`"
     return f"{what}: {message}"
-
-
-def _retry_after(response: Any) -> float:
-    value = response.headers.get("Retry-After", "")
-    if value.isdigit():
-        return min(float(value), 60.0)
-    try:
-        return min(max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0), 60.0)
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def _cause(error: BaseException) -> str:
