@@ -290,7 +290,7 @@ def test_a_dry_run_shows_the_processes_and_starts_none(capsys, tmp_path, output,
     assert (code, err) == (0, "")
     (plan,) = json.loads(out) if output == "json" else yaml.safe_load_all(out)
     assert [host["host"] for host in plan["hosts"]] == [f"main-job-0-{i}" for i in range(8)]
-    assert (plan["argv"], plan["secrets"]) == (["bash", "-c", "run"], ["HF_TOKEN"])
+    assert (plan["argv"], plan["secrets"]) == (["bash", "-c", "trap 'exit $?' TERM\nrun"], ["HF_TOKEN"])
     assert TOKEN not in out
     assert burnish(capsys, *args, f"--dry-run-out={tmp_path / 'plan'}") == (0, "", "")
     assert (tmp_path / "plan").read_text() == out

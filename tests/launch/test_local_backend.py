@@ -189,15 +189,16 @@ def test_cancelling_ends_everything_a_host_has_started(backend):
     assert backend.wait("job", timeout=5) != 0
 
 
-def test_what_is_stopped_has_the_grace_period_to_save(backend):
-    # The shell itself ends at once at SIGTERM; the program that it waits for needs a while.
-    saves = "import signal, time\nsignal.signal(15, lambda *_: (time.sleep(0.5), print('saved'), exit()))\n"
-    backend.submit(job(f"python -c \"{saves}print('up', flush=True)\ntime.sleep(60)\"; true", grace_seconds=20))
+def test_what_is_stopped_has_the_grace_period_to_save_and_nothing_else_is_begun(backend):
+    saves = "import signal, time\nsignal.signal(15, lambda *_: (time.sleep(0.5), print('saved'), exit(75)))\n"
+    command = f"python -c \"{saves}print('up', flush=True)\ntime.sleep(60)\"; echo next"
+    backend.submit(job(command, grace_seconds=20))
     until(lambda: output(backend) == ["up"])
     start = time.monotonic()
     backend.cancel("job")
     assert output(backend) == ["up", "saved"]
     assert time.monotonic() - start < 10
+    assert backend.describe("job")["hosts"][0]["exit_code"] == 75
 
 
 def test_what_a_command_leaves_running_ends_with_it(backend):
@@ -414,6 +415,25 @@ def test_a_directory_that_has_gone_is_said(backend, tmp_path, monkeypatch):
     backend.submit(job("true"))
     assert backend.wait("job", timeout=20) == 127
     assert "main-job-0-0 cannot be started" in backend.status("job").reason
+
+
+def test_what_a_power_cut_leaves_of_the_events_is_shown(backend):
+    backend.submit(job("true"))
+    assert backend.wait("job", timeout=20) == 0
+    with (directory().path / "events.jsonl").open("a") as file:
+        file.write('{"time": "2026-')
+    assert [event["text"] for event in backend.describe("job")["events"]] == ["running: 1 process", "succeeded"]
+    (directory().path / "status.json").write_text("")
+    with pytest.raises(LaunchError, match=r"status\.json: damaged"):
+        backend.list()
+    directory().remove()
+
+
+def test_a_place_that_cannot_be_written_to_is_named(backend, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.raises(LaunchError, match="/proc/nowhere/burnish/jobs: cannot be written: "):
+        backend.submit(job("true"))
+    assert backend.list() == []
 
 
 @pytest.mark.parametrize("name", ["absent", "", "..", ".new-1", "a/b"])

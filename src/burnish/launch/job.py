@@ -170,8 +170,9 @@ class JobSpec:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """What a process or a container runs."""
-        return ("bash", "-c", self.command)
+        """What a host runs. At SIGTERM the shell waits for the program that it runs, and then ends with the program's
+        exit code in place of going on in the command."""
+        return ("bash", "-c", f"trap 'exit $?' TERM\n{self.command}")
 
     def public(self) -> dict[str, Any]:
         """The job as JSON values; of secrets only the names."""

@@ -59,7 +59,11 @@ class JobDirectory:
 
     def read(self, name: str) -> dict[str, Any]:
         """plan.json, spec.json or status.json. Raises FileNotFoundError where the job has gone."""
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        data = (self.path / name).read_bytes()
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise LaunchError(f"{self.path / name}: damaged; delete {self.path}, the job is lost") from None
 
     # The status.
 
@@ -151,7 +155,8 @@ class JobDirectory:
             file.write(line)
 
     def events(self) -> list[Event]:
-        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        """Without a last line that was not written to its end."""
+        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [Event(datetime.fromisoformat(v["time"]), v["text"]) for v in map(json.loads, lines)]
 
     # The wish to end it.
@@ -175,31 +180,31 @@ def create(name: str, files: dict[str, Any], hosts: list[str]) -> tuple[JobDirec
     """A new job's directory with these JSON files, and its lock. It appears whole, or not at all where the name is
     taken: then it raises LaunchError."""
     parent = jobs_directory()
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = JobDirectory(parent / f".new-{uuid.uuid4().hex}")
-    (new.path / "logs").mkdir(parents=True)
-    (new.path / "hosts").mkdir()
-    (new.path / "events.jsonl").touch()
-    lock = new.lock()
+    new, job = JobDirectory(parent / f".new-{uuid.uuid4().hex}"), JobDirectory(parent / name)
+    lock = -1
     try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (new.path / "logs").mkdir(parents=True)
+        (new.path / "hosts").mkdir()
+        (new.path / "events.jsonl").touch()
+        lock = new.lock()
         for file, content in files.items():
             write_whole(new.path / file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         new.write_status(JobStatus(name, JobState.PENDING, created=now()), dict.fromkeys(hosts))
-        job = JobDirectory(parent / name)
         _free_if_cancelled(job)
-        try:
-            new.path.rename(job.path)
-        except OSError:
-            if not job.path.exists():
-                raise
-            raise LaunchError(
-                f"--name={name} is taken by another job; give another name, or free it with "
-                f"burnish job cancel {name} --backend=local"
-            ) from None
-    except BaseException:
-        os.close(lock)
+        new.path.rename(job.path)
+    except BaseException as error:
+        if lock >= 0:
+            os.close(lock)
         shutil.rmtree(new.path, ignore_errors=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        if not job.path.exists():
+            raise LaunchError(f"{parent}: cannot be written: {error.strerror}") from None
+        raise LaunchError(
+            f"--name={name} is taken by another job; give another name, or free it with "
+            f"burnish job cancel {name} --backend=local"
+        ) from None
     return job, lock
 
 
