@@ -259,6 +259,7 @@ class Rest:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # headers and body in one packet: else each answer waits for a delayed ACK
 
             def log_message(self, *_: Any) -> None:
                 pass

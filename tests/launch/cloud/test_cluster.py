@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("grpc")
 import grpc
-from conftest import ACCOUNT, PATH, PAUSES, cluster_spec
+from cloud_setup import ACCOUNT, PATH, PAUSES, cluster_spec
 
 from burnish.launch.cloud import cluster
 from burnish.launch.cloud.spec import Capacity

@@ -87,12 +87,13 @@ class Waiter:
         """Begins an operation; where GKE says that another one is in its way, after that one. None where somebody
         else has begun or done the same in between, which then has been waited for."""
         errors = needed("google.api_core.exceptions")
+        done_by_others = errors.NotFound if deletes else errors.AlreadyExists
         attempts = 0
         while True:
             with explained(what, self.project):
                 try:
                     return start()
-                except errors.NotFound if deletes else errors.AlreadyExists:
+                except done_by_others:
                     self.finish_others(cluster)
                     return None
                 except errors.FailedPrecondition as error:

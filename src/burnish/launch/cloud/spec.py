@@ -93,8 +93,8 @@ class ClusterSpec:
             ("--head-machine-type", self.head_machine_type),
         ):
             cpu_machine(machine, flag)
-        if not 0 <= self.head_max_nodes <= 1000:
-            raise LaunchError(f"--head-max-nodes={self.head_max_nodes}: expected 0 to 1000")
+        if not 1 <= self.head_max_nodes <= 1000:
+            raise LaunchError(f"--head-max-nodes={self.head_max_nodes}: expected 1 to 1000")
         if self.bucket is not None:
             check_bucket(self.bucket, "--bucket")
         if self.service_account is not None and not _EMAIL.fullmatch(self.service_account):
