@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from burnish.launch.errors import LaunchError
 from burnish.launch.job import JobSpec, JobState, Mount, MountKind, PathwaysSpec
@@ -379,6 +381,35 @@ def test_what_only_a_cluster_has_is_named(backend):
     assert backend.describe("job")["events"][0]["text"] == (
         "without effect on this machine: --image, --queue, --node-constraint"
     )
+
+
+@given(
+    st.sampled_from(["2x2", "2x4", "4x4", "4x8"]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.dictionaries(st.sampled_from(["A", "B", "XLA_FLAGS"]), st.text(st.sampled_from("ab= "), max_size=5)),
+)
+def test_every_process_of_a_plan_has_a_number_and_a_name_of_its_own(topology, slices, pathways, env):
+    spec = job(
+        "true",
+        compute_type="ct6e-standard-4t",
+        topology=topology,
+        num_slices=slices,
+        pathways=PathwaysSpec("gs://bucket/x") if pathways else None,
+        env=env,
+    )
+    (plan,) = LocalBackend().plan(spec)
+    hosts = plan["hosts"]
+    chips = slices * spec.slice.chips
+    assert len(hosts) == (1 if pathways else chips // 4)
+    assert sum(host["chips"] for host in hosts) == chips
+    assert [int(host["environment"]["BURNISH_PROCESS_ID"]) for host in hosts] == list(range(len(hosts)))
+    assert len({host["host"] for host in hosts}) == len(hosts)
+    for host in hosts:
+        environment = host["environment"]
+        assert env.items() <= {**environment, "XLA_FLAGS": env.get("XLA_FLAGS")}.items()
+        assert environment["XLA_FLAGS"].endswith(f"--xla_force_host_platform_device_count={host['chips']}")
+        assert environment["XLA_FLAGS"].startswith(env.get("XLA_FLAGS", ""))
 
 
 @pytest.mark.parametrize(

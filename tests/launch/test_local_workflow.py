@@ -81,3 +81,24 @@ def test_training_whose_host_is_killed_goes_on_from_its_checkpoint(backend, tmp_
     # Steps that the second start has shown: it did not begin anew.
     shown = [line.text.split()[0] for line in backend.logs("train") if re.match(r" *\d/6 ", line.text)]
     assert shown.count("1/6") == shown.count("2/6") == 1
+
+
+MEET = """
+import os
+import jax
+
+jax.distributed.initialize(
+    os.environ["BURNISH_COORDINATOR_ADDRESS"],
+    int(os.environ["BURNISH_NUM_PROCESSES"]),
+    int(os.environ["BURNISH_PROCESS_ID"]),
+)
+print(jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count())
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_job_meet_by_their_variables(backend, tmp_path):
+    (tmp_path / "meet.py").write_text(MEET)
+    backend.submit(JobSpec("meet", "python meet.py", "ct6e-standard-4t", "2x2", num_slices=2, restarts=0))
+    assert backend.wait("meet", timeout=200) == 0, [line.text for line in backend.logs("meet")]
+    assert sorted(line.text for line in backend.logs("meet") if line.text[1:2] == " ") == ["0 2 4 8", "1 2 4 8"]
