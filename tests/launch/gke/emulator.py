@@ -222,6 +222,7 @@ class Cluster:
         self.kueue = False  # JobSets with a queue wait until `admit`
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.authorizations: list[str] = []  # of each request
         self.errors: list[Exception] = []  # of the emulator itself
         self.stream_cuts = 0  # so many streams are still to be cut after their next item
         self.logs: dict[tuple[str, str, str], ContainerLog] = {}  # namespace, pod, container
@@ -889,6 +890,7 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else {}
         cluster.requests.append(request)
+        cluster.authorizations.append(self.headers.get("Authorization", ""))
         try:
             fault = next((fault for fault in cluster.faults if fault.meets(request)), None)
             if fault is not None and not fault.after:

@@ -16,9 +16,6 @@ from burnish.launch.cloud.access import LOGIN, needed
 from burnish.launch.errors import LaunchError
 from burnish.launch.gke.resources import NODES, Resource
 
-client = needed("kubernetes.client")
-urllib3 = needed("urllib3")
-
 Object = dict[str, Any]
 
 _BUSY = (429, 500, 502, 503, 504)
@@ -83,9 +80,14 @@ class Api:
     def __init__(self, configuration: Any, namespace: str, retry: Retry | None = None) -> None:
         self.namespace = namespace
         self.retry = retry or Retry()
-        self._client = client.ApiClient(configuration)
-        self._core = client.CoreV1Api(self._client)
-        self._custom = client.CustomObjectsApi(self._client)
+        # Looked up here and not at the top: the packages are those of an extra.
+        kubernetes = needed("kubernetes.client")
+        client = kubernetes.ApiClient(configuration)
+        self._core = kubernetes.CoreV1Api(client)
+        self._custom = kubernetes.CustomObjectsApi(client)
+        self._delete_options = kubernetes.V1DeleteOptions(propagation_policy="Background")
+        self._refused = kubernetes.ApiException
+        self._cut = needed("urllib3.exceptions").HTTPError
         self._host = configuration.host
 
     def create(self, resource: Resource, body: Object) -> Object:
@@ -111,13 +113,12 @@ class Api:
 
     def delete(self, resource: Resource, name: str) -> None:
         what = f"delete {resource.plural} {name}"
-        background = client.V1DeleteOptions(propagation_policy="Background")
         if resource.group:
             place = self._place(resource)
-            self._ask(what, self._custom.delete_namespaced_custom_object, *place, name, body=background)
+            self._ask(what, self._custom.delete_namespaced_custom_object, *place, name, body=self._delete_options)
         else:
             delete = getattr(self._core, f"delete_namespaced_{resource.plural}")
-            self._ask(what, delete, name, self.namespace, body=background)
+            self._ask(what, delete, name, self.namespace, body=self._delete_options)
 
     def watch(
         self, resource: Resource, version: str, *, labels: str = "", fields: str = "", seconds: int = 240
@@ -138,7 +139,7 @@ class Api:
             _request_timeout=(_CONNECT_SECONDS, seconds + _READ_SECONDS),
             **_selectors(labels, fields),
         )
-        return Stream(response)
+        return Stream(response, self._cut)
 
     def log(self, pod: str, container: str, *, follow: bool, last_seconds: int | None = None) -> "Stream":
         """Lines '<time> <text>' of a container. Raises RefusedError: 404 where the pod is gone, 400 where the
@@ -154,7 +155,7 @@ class Api:
             _request_timeout=(_CONNECT_SECONDS, _QUIET_SECONDS if follow else _READ_SECONDS),
             **kwargs,
         )
-        return Stream(response)
+        return Stream(response, self._cut)
 
     def _place(self, resource: Resource) -> tuple[str, str, str, str]:
         return resource.group, resource.version, self.namespace, resource.plural
@@ -182,10 +183,10 @@ class Api:
                 if 200 <= response.status < 300:
                     return response
                 refusal = Refusal(response.status, response.data, response.reason, response.headers)
-            except urllib3.exceptions.HTTPError as error:
+            except self._cut as error:
                 refusal = None
                 failure = f"{self._host} cannot be reached: {_cause(error)}"
-            except client.ApiException as error:
+            except self._refused as error:
                 if not error.status:  # TLS
                     raise UnreachableError(f"{what}: {self._host}: {' '.join(str(error.reason).split())}") from None
                 refusal = Refusal(error.status, error.body, error.reason, error.headers)
@@ -203,8 +204,9 @@ class Api:
 class Stream:
     """Lines that come while the connection lasts."""
 
-    def __init__(self, response: Any) -> None:
+    def __init__(self, response: Any, cut: type[Exception]) -> None:
         self._response = response
+        self._cut = cut  # what a broken connection raises
 
     def lines(self) -> Iterator[str]:
         """Raises StreamBrokenError where the connection was cut; the start of a line that was cut is dropped."""
@@ -216,7 +218,7 @@ class Stream:
                     yield line.decode(errors="replace")
             if rest:
                 yield rest.decode(errors="replace")
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+        except (self._cut, OSError, ValueError, AttributeError) as error:
             # ValueError and AttributeError: of a response that another thread has closed
             raise StreamBrokenError(str(error)) from None
         finally:

@@ -11,19 +11,22 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from burnish.launch.errors import LaunchError
+from burnish.launch.gke.api import Api, RefusedError
+from burnish.launch.gke.connect import connect
+from burnish.launch.gke.diagnosis import description, diagnosis
+from burnish.launch.gke.feeds import Feed
+from burnish.launch.gke.logs import followed, written_so_far
 from burnish.launch.gke.manifests import job_set, secret
-from burnish.launch.gke.names import JOBSET_NAME, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION
+from burnish.launch.gke.names import JOBSET_NAME, OWN_LABELS, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION
+from burnish.launch.gke.progress import Progress
 from burnish.launch.gke.reading import host_order, is_main, main_job, status_of
 from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, PODS, SECRETS, WORKLOADS, Change
 from burnish.launch.gke.validate import check
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.settings import Settings
-
-if TYPE_CHECKING:
-    from burnish.launch.gke.api import Api
 
 Object = dict[str, Any]
 Objects = list[Object]  # a name for it, since `list` is a method here
@@ -36,17 +39,15 @@ _SETTLE_SECONDS = 0.3  # changes that come together are told together
 class GkeBackend:
     """backend.Backend on Kubernetes. `api`: a connection that is there already; else the settings' cluster."""
 
-    def __init__(self, settings: Settings, api: "Api | None" = None) -> None:
+    def __init__(self, settings: Settings, api: Api | None = None) -> None:
         self._settings = settings
         self._given_api = api
         self._ended: dict[str, JobStatus] = {}  # jobs that were waited for: the cluster may have forgotten them
 
     @cached_property
-    def _api(self) -> "Api":
+    def _api(self) -> Api:
         if self._given_api is not None:
             return self._given_api
-        from burnish.launch.gke.connect import connect
-
         return connect(self._settings)
 
     def plan(self, spec: JobSpec) -> Objects:
@@ -90,18 +91,12 @@ class GkeBackend:
         return status_of(jobset, self._pods(name), self._jobs(name))
 
     def describe(self, name: str) -> Object:
-        from burnish.launch.gke.diagnosis import description
-
         return description(self._api, self._jobset(name))
 
     def inspect(self, name: str) -> Object:
-        from burnish.launch.gke.diagnosis import diagnosis
-
         return diagnosis(self._api, self._jobset(name))
 
     def logs(self, name: str, *, follow: bool = False, main_only: bool = False) -> Iterator[LogLine]:
-        from burnish.launch.gke.logs import followed, written_so_far
-
         main = main_job(self._jobset(name))
 
         def wanted(pod: Object) -> bool:
@@ -112,8 +107,6 @@ class GkeBackend:
         return written_so_far(self._api, [pod for pod in self._pods(name) if wanted(pod)])
 
     def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
-        from burnish.launch.gke.progress import Progress
-
         progress = Progress(name)
         deadline = None if timeout is None else time.monotonic() + timeout
         with_queue = QUEUE_LABEL in self._jobset(name)["metadata"].get("labels", {})
@@ -121,15 +114,17 @@ class GkeBackend:
         try:
             while True:
                 _take_in(changes, progress, deadline)
+                status = progress.status()
+                if status is not None and status.state.is_final:
+                    # That it has ended may have been told before how it has: what is left is read once more.
+                    progress.take_in(Change(PODS, "LISTED", tuple(self._pods(name))))
+                    progress.take_in(Change(JOBS, "LISTED", tuple(self._jobs(name))))
+                    status = progress.status()
                 for text in progress.news():
                     if on_event is not None:
                         on_event(Event(datetime.now(UTC), text))
-                status = progress.status()
                 if status is not None and status.state.is_final:
-                    # What ended it may have been told before how: the pods are read once more.
-                    progress.take_in(Change(PODS, "LISTED", tuple(self._pods(name))))
-                    progress.take_in(Change(JOBS, "LISTED", tuple(self._jobs(name))))
-                    return self._end(progress.status() or status)
+                    return self._end(status)
                 if deadline is not None and time.monotonic() > deadline:
                     raise LaunchError(
                         f"job {name} has not ended within {timeout:g} s; it goes on", exit_code=_TIMED_OUT
@@ -138,8 +133,6 @@ class GkeBackend:
             stop()
 
     def cancel(self, name: str) -> JobStatus:
-        from burnish.launch.gke.api import RefusedError
-
         status = self.status(name)
         try:
             self._api.delete(JOBSETS, name)
@@ -151,8 +144,6 @@ class GkeBackend:
         return replace(status, state=JobState.CANCELLED, completed=datetime.now(UTC), reason="cancelled")
 
     def _create(self, manifest: Object, submission: str) -> Object:
-        from burnish.launch.gke.api import RefusedError
-
         name = manifest["metadata"]["name"]
         try:
             return self._api.create(JOBSETS, manifest)
@@ -168,8 +159,6 @@ class GkeBackend:
         )
 
     def _create_secret(self, manifest: Object) -> None:
-        from burnish.launch.gke.api import RefusedError
-
         name = manifest["metadata"]["name"]
         uid = manifest["metadata"]["ownerReferences"][0]["uid"]
         for attempt in range(self._api.retry.attempts):
@@ -191,10 +180,8 @@ class GkeBackend:
         raise LaunchError(f"Secret {name} of an earlier job of that name is still being deleted; submit again later")
 
     def _jobset(self, name: str) -> Object:
-        from burnish.launch.gke.api import RefusedError
-
         try:
-            return self._api.get(JOBSETS, name)
+            found = self._api.get(JOBSETS, name)
         except RefusedError as error:
             if error.status != 404 or "not found" not in str(error):
                 raise
@@ -202,6 +189,9 @@ class GkeBackend:
                 f"there is no job {name} in namespace {self._api.namespace}; `burnish job list` shows those that "
                 "there are, and finished ones are forgotten after their --gke-ttl-after-finished"
             ) from None
+        if not OWN_LABELS.items() <= found["metadata"].get("labels", {}).items():
+            raise LaunchError(f"--name={name}: there is a JobSet of that name which burnish has not made; take another")
+        return found
 
     def _pods(self, name: str) -> Objects:
         return sorted(self._api.list(PODS, labels=f"{JOBSET_NAME}={name}")[0], key=host_order)
@@ -217,8 +207,6 @@ class GkeBackend:
 
     def _feeds(self, name: str, *, with_queue: bool) -> tuple["Queue[Change | LaunchError]", Callable[[], None]]:
         """Feeds of everything that tells of a job, running, and the function that ends them."""
-        from burnish.launch.gke.feeds import Feed
-
         changes: Queue[Change | LaunchError] = Queue()
         own = f"{JOBSET_NAME}={name}"
         feeds = [
@@ -243,7 +231,7 @@ def _of(jobset: Object, items: Objects) -> Objects:
     return [item for item in items if item["metadata"]["labels"].get(JOBSET_NAME) == jobset["metadata"]["name"]]
 
 
-def _take_in(changes: "Queue[Change | LaunchError]", progress: Any, deadline: float | None) -> None:
+def _take_in(changes: "Queue[Change | LaunchError]", progress: Progress, deadline: float | None) -> None:
     """Waits for a change and takes in those that come with it."""
     patience = 1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.01), 1.0)
     try:

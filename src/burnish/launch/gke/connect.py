@@ -4,6 +4,7 @@ A GKE cluster is reached with Application Default Credentials, without gcloud an
 current context of $KUBECONFIG or ~/.kube/config is taken: any Kubernetes with JobSet will do.
 """
 
+import os
 from typing import Any
 
 from burnish.launch.cloud.access import credentials, explained, needed
@@ -47,8 +48,9 @@ def find_cluster(clusters: Any, project: str, location: str, name: str) -> Any:
 def _kubeconfig() -> Any:
     config = needed("kubernetes.config")
     configuration = needed("kubernetes.client").Configuration()
+    file = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
-        config.load_kube_config(client_configuration=configuration)
+        config.load_kube_config(config_file=file, client_configuration=configuration)
     except config.ConfigException as error:
         raise LaunchError(
             "no cluster is set, and there is no kubeconfig to take one from "

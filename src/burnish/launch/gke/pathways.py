@@ -8,16 +8,6 @@ over when the head is.
 from collections.abc import Mapping
 
 from burnish.launch.gke import objects
-from burnish.launch.gke.manifests import (
-    as_written,
-    failure_policy,
-    from_label,
-    job_specification,
-    literal,
-    network,
-    pod_template,
-    workload_container,
-)
 from burnish.launch.gke.names import (
     COORDINATOR,
     EXCLUSIVE_TOPOLOGY,
@@ -28,7 +18,19 @@ from burnish.launch.gke.names import (
     TPU_RESOURCE,
     WORKER_JOB,
 )
-from burnish.launch.job import JOB_PATHWAYS_HEAD, VERBOSE_ENV, JobSpec, PathwaysSpec
+from burnish.launch.gke.parts import (
+    as_written,
+    failure_policy,
+    from_label,
+    job_specification,
+    literal,
+    network,
+    place_environment,
+    pod_template,
+    verbose_environment,
+    workload_container,
+)
+from burnish.launch.job import JOB_PATHWAYS_HEAD, JobSpec, PathwaysSpec
 
 PROXY_PORT, MANAGER_PORT, MANAGER_DEBUG_PORT, WORKER_PORT = 29000, 29001, 29002, 29005
 _HEAD = from_label("PATHWAYS_HEAD", COORDINATOR)
@@ -47,14 +49,6 @@ def pathways_specification(spec: JobSpec, pathways: PathwaysSpec) -> objects.Job
     )
 
 
-def head_size(pathways: PathwaysSpec) -> str:
-    """What the node of the head has to have, in words."""
-    return (
-        f"{pathways.proxy_cpu} + {pathways.server_cpu} CPUs and {pathways.proxy_memory} + {pathways.server_memory} of "
-        "memory"
-    )
-
-
 def _head(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
     # Without a command, proxy and manager are what the pod runs, until the job is cancelled.
     restart_policy = None if pathways.headless else "Always"
@@ -65,7 +59,9 @@ def _head(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
     else:
         command = workload_container(spec, _workload_environment(spec), chips=0)
         pod = pod_template(spec, (command,), init_containers=helpers, on_slice=False, node_selector=selector)
-    return _replicated(JOB_PATHWAYS_HEAD, 1, "kubernetes.io/hostname", job_specification(spec, pod, hosts=1))
+    return _replicated(
+        JOB_PATHWAYS_HEAD, 1, "kubernetes.io/hostname", job_specification(spec, pod, hosts=1, is_main=True)
+    )
 
 
 def _workers(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
@@ -76,7 +72,7 @@ def _workers(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
         from_label("MEGASCALE_SLICE_ID", JOB_INDEX),
         literal("MEGASCALE_COORDINATOR_ADDRESS", "$(PATHWAYS_HEAD)"),
         literal("MEGASCALE_GRPC_ENABLE_XOR_TRACER", "false"),
-        *_verbose(spec),
+        *verbose_environment(spec),
     )
     worker = objects.Container(
         name="pathways-worker",
@@ -93,7 +89,7 @@ def _workers(spec: JobSpec, pathways: PathwaysSpec) -> objects.ReplicatedJob:
     )
     pod = pod_template(spec, (worker,), restart_policy="OnFailure")
     # A worker that ends is started again in its place: four times a host, then the whole job is.
-    job = job_specification(spec, pod, hosts=hosts, backoff_limit=4 * hosts)
+    job = job_specification(spec, pod, hosts=hosts, is_main=False, backoff_limit=4 * hosts)
     return _replicated(WORKER_JOB, spec.num_slices, NODE_POOL, job)
 
 
@@ -115,7 +111,7 @@ def _proxy(spec: JobSpec, pathways: PathwaysSpec, restart_policy: str | None) ->
                 f"--gcs_scratch_location={pathways.gcs_location}",
                 *pathways.proxy_args,
             ),
-            "env": _with_own((_HEAD, *_verbose(spec)), pathways.proxy_env),
+            "env": _with_own((_HEAD, *verbose_environment(spec)), pathways.proxy_env),
             "ports": _ports(PROXY_PORT),
             "resources": _requests(pathways.proxy_cpu, pathways.proxy_memory),
             "restart_policy": restart_policy,
@@ -128,7 +124,7 @@ def _manager(spec: JobSpec, pathways: PathwaysSpec, restart_policy: str | None) 
         _HEAD,
         from_label("HOST_ADDRESS", COORDINATOR),
         literal("TPU_SKIP_MDS_QUERY", "true"),
-        *_verbose(spec),
+        *verbose_environment(spec),
     )
     return objects.Container.model_validate(
         {
@@ -153,17 +149,12 @@ def _manager(spec: JobSpec, pathways: PathwaysSpec, restart_policy: str | None) 
 def _workload_environment(spec: JobSpec) -> tuple[objects.EnvVar, ...]:
     return (
         _HEAD,
-        literal("JOBSET_NAME", spec.name),
-        literal("REPLICATED_JOB_NAME", JOB_PATHWAYS_HEAD),
+        *place_environment(spec),
         literal("JAX_PLATFORMS", "proxy"),
         literal("XCLOUD_ENVIRONMENT", "GCP"),
         literal("JAX_BACKEND_TARGET", f"grpc://$(PATHWAYS_HEAD):{PROXY_PORT}"),
-        *_verbose(spec),
+        *verbose_environment(spec),
     )
-
-
-def _verbose(spec: JobSpec) -> tuple[objects.EnvVar, ...]:
-    return tuple(literal(name, value) for name, value in VERBOSE_ENV.items()) if spec.verbose else ()
 
 
 def _with_own(given: tuple[objects.EnvVar, ...], own: Mapping[str, str]) -> tuple[objects.EnvVar, ...]:

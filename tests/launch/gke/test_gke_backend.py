@@ -75,6 +75,10 @@ def texts(lines: list[LogLine]) -> list[str]:
     return [line.text for line in lines]
 
 
+def asking(backend: GkeBackend) -> tuple[Callable[[str], Any], ...]:
+    return backend.status, backend.describe, backend.inspect, backend.wait, backend.cancel, backend.logs
+
+
 # The whole way.
 
 
@@ -123,9 +127,18 @@ def test_a_name_is_taken_once(backend: GkeBackend) -> None:
 
 
 def test_a_job_that_is_not_there_is_an_error_that_names_the_list(backend: GkeBackend) -> None:
-    for ask in (backend.status, backend.describe, backend.inspect, backend.wait, backend.cancel, backend.logs):
+    for ask in asking(backend):
         with pytest.raises(LaunchError, match=r"there is no job nobody in namespace default.*burnish job list"):
             ask("nobody")
+
+
+def test_what_burnish_has_not_made_is_left_alone(backend: GkeBackend, cluster: Cluster) -> None:
+    foreign = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "metadata": {"name": "foreign"}, "spec": {"suspend": True}}
+    cluster.store.create("jobsets", "default", foreign)
+    for ask in (*asking(backend), lambda name: backend.submit(job("true", name=name))):
+        with pytest.raises(LaunchError, match="there is a JobSet of that name which burnish has not made"):
+            ask("foreign")
+    assert cluster.store.get("jobsets", "default", "foreign")
 
 
 def test_a_secret_is_in_the_secret_and_in_the_process_alone(backend: GkeBackend, cluster: Cluster) -> None:

@@ -13,7 +13,8 @@ from strategies import TEXTS, jobs
 
 from burnish.launch.errors import LaunchError
 from burnish.launch.gke.backend import GkeBackend
-from burnish.launch.gke.manifests import as_written, job_set, secret
+from burnish.launch.gke.manifests import job_set, secret
+from burnish.launch.gke.parts import as_written
 from burnish.launch.gke.validate import check, problems_of
 from burnish.launch.job import JobSpec, PathwaysSpec, parse_mount
 from burnish.launch.settings import Settings
