@@ -268,6 +268,16 @@ def test_waiting_no_longer_leaves_the_job_alone(capsys):
     assert answer(capsys, "cancel", "long", "--backend=local")["state"] == "Cancelled"
 
 
+def test_an_interrupt_while_waiting_leaves_the_job_alone(capsys, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalBackend, "wait", interrupted)
+    code, _, err = burnish(capsys, "submit", "--name=long", *QUICK, "--command=sleep 60", "--await-job-completion")
+    assert (code, err) == (130, "no longer waiting; the job goes on: burnish job cancel long ends it\ninterrupted\n")
+    assert not LocalBackend().status("long").state.is_final
+
+
 def test_the_list_can_be_narrowed(capsys):
     for name, command in (("a-1", "true"), ("a-2", "false"), ("b-1", "true")):
         burnish(

@@ -1,8 +1,10 @@
 """A wrong job is refused when it is described, and a secret shows nowhere."""
 
+import json
 import re
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,6 +100,15 @@ def test_what_is_wrong_of_pathways_is_named(changes, words):
     with pytest.raises(LaunchError) as refused:
         PathwaysSpec(**{"gcs_location": "gs://bucket/x", **changes})
     assert words in str(refused.value)
+
+
+def test_a_job_is_made_of_plain_values():
+    made = job(
+        mounts=(parse_mount("gs://bucket:/data"),), env={"A": "1"}, pathways=PATHWAYS, restart_on_exit_codes=(75,)
+    )
+    assert json.loads(json.dumps(made.public())) == yaml.safe_load(yaml.safe_dump(made.public())) == made.public()
+    assert made.public()["mounts"] == [{"kind": "bucket", "source": "gs://bucket", "path": "/data", "read_only": False}]
+    assert made.public()["pathways"]["gcs_location"] == "gs://bucket/pathways/"
 
 
 def test_secrets_are_in_no_text_of_a_job():

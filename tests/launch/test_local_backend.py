@@ -18,7 +18,7 @@ from burnish.launch.errors import LaunchError
 from burnish.launch.job import JobSpec, JobState, Mount, MountKind, PathwaysSpec
 from burnish.launch.local.backend import LocalBackend
 from burnish.launch.local.groups import Group
-from burnish.launch.local.state import JobDirectory, jobs_directory
+from burnish.launch.local.state import JobDirectory, forget, jobs_directory
 
 TOKEN = "hf_planted" + "Xy7" * 8
 ENDLESS = "while true; do sleep 0.02; done"
@@ -224,12 +224,16 @@ def test_names_are_taken_until_they_are_freed(backend):
     assert output(backend) == ["third"]
 
 
-def test_of_many_who_take_a_name_at_once_one_gets_it(backend):
+@pytest.mark.parametrize("freed", [False, True], ids=["a new name", "the name of a cancelled job"])
+def test_of_many_who_take_a_name_at_once_one_gets_it(backend, freed):
     taken = []
+    if freed:
+        backend.submit(job(ENDLESS))
+        backend.cancel("job")
 
     def submit() -> None:
         try:
-            backend.submit(job("sleep 1"))
+            backend.submit(job("true"))
         except LaunchError as error:
             taken.append(str(error))
 
@@ -240,7 +244,19 @@ def test_of_many_who_take_a_name_at_once_one_gets_it(backend):
         thread.join()
     assert len(taken) == 4
     assert all("is taken" in words for words in taken)
-    assert len(list(jobs_directory().iterdir())) == 1
+    assert backend.wait("job", timeout=20) == 0
+    assert [path.name for path in jobs_directory().iterdir() if path.is_dir()] == ["job"]
+
+
+def test_who_forgets_a_job_does_not_take_the_next_one_of_its_name(backend):
+    backend.submit(job("true"))
+    assert backend.wait("job", timeout=20) == 0
+    ended = backend.status("job")
+    backend.cancel("job")
+    backend.submit(job("echo second"))
+    forget(directory(), ended)
+    assert backend.wait("job", timeout=20) == 0
+    assert output(backend) == ["second"]
 
 
 def test_several_jobs_run_at_once(backend):

@@ -96,7 +96,6 @@ print(jax.process_index(), jax.process_count(), jax.local_device_count(), jax.de
 """
 
 
-@pytest.mark.slow
 def test_the_processes_of_a_job_meet_by_their_variables(backend, tmp_path):
     (tmp_path / "meet.py").write_text(MEET)
     backend.submit(JobSpec("meet", "python meet.py", "ct6e-standard-4t", "2x2", num_slices=2, restarts=0))

@@ -326,6 +326,8 @@ def parse_mount(text: str) -> Mount:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, StrEnum):
+        return value.value
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple):

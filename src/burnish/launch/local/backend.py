@@ -16,7 +16,7 @@ from burnish.launch.errors import LaunchError
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.local.groups import end_groups
 from burnish.launch.local.plan import base_environment, make_plan
-from burnish.launch.local.state import JobDirectory, all_jobs, create, open_job
+from burnish.launch.local.state import JobDirectory, all_jobs, create, forget, open_job
 
 POLL_SECONDS = 0.1
 WAITED_TOO_LONG = 124
@@ -117,7 +117,7 @@ class LocalBackend:
             status, grace = job.status(), job.read("plan.json")["grace_seconds"]
             if status.state.is_final:
                 end_groups(job.running_groups().values(), grace)
-                job.remove()
+                forget(job, status)
                 return status
             job.ask_to_cancel()
             deadline = time.monotonic() + grace + 30

@@ -191,8 +191,9 @@ def create(name: str, files: dict[str, Any], hosts: list[str]) -> tuple[JobDirec
         for file, content in files.items():
             write_whole(new.path / file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         new.write_status(JobStatus(name, JobState.PENDING, created=now()), dict.fromkeys(hosts))
-        _free_if_cancelled(job)
-        new.path.rename(job.path)
+        with _names_are_mine():
+            _free_if_cancelled(job)
+            new.path.rename(job.path)
     except BaseException as error:
         if lock >= 0:
             os.close(lock)
@@ -231,8 +232,26 @@ def _removed_when_expired(job: JobDirectory) -> bool:
     kept = timedelta(seconds=job.read("plan.json")["ttl_seconds"])
     if status.completed is None or now() < status.completed + kept or job.running_groups():
         return False
-    job.remove()
+    forget(job, status)
     return True
+
+
+def forget(job: JobDirectory, status: JobStatus) -> None:
+    """Removes the ended job that `status` is of, and not another one that has taken its name since."""
+    with _names_are_mine(), contextlib.suppress(FileNotFoundError):
+        if job.recorded_status().created == status.created:
+            job.remove()
+
+
+@contextlib.contextmanager
+def _names_are_mine() -> Iterator[None]:
+    """Meanwhile nobody else gives a name to a job or takes it away."""
+    fd = os.open(jobs_directory() / ".names", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _free_if_cancelled(job: JobDirectory) -> None:

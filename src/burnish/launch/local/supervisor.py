@@ -54,7 +54,8 @@ class Supervisor:
         self._stopped_by = ""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._stop)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Not SIG_IGN, which the hosts would inherit.
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopped_by = signal.Signals(signum).name
