@@ -24,7 +24,7 @@ COORDINATOR_PORT = 8476  # jax.distributed's own
 SHARED_MEMORY = "/dev/shm"
 
 # Kubernetes sends SIGTERM to a container's first process only. This one hands it on to all that the command started,
-# waits for them, and ends with the command's exit code. The command's own shell waits for what it runs, too.
+# waits for them, and ends with the command's exit code.
 _START = """\
 export BURNISH_PROCESS_ID=$((JOB_INDEX * {hosts} + JOB_COMPLETION_INDEX))
 set -m
@@ -36,7 +36,6 @@ wait "$child"; code=$?
 while [ -n "$stopping" ]; do stopping=; wait "$child"; code=$?; done
 exit "$code"
 """
-_SHELL_TRAP = "trap 'exit $?' TERM\n"
 
 
 def network(spec: JobSpec) -> objects.Network:
@@ -205,7 +204,7 @@ def as_written(text: str) -> str:
 
 def _argv(spec: JobSpec) -> tuple[str, ...]:
     start = _START.format(hosts=_processes_per_slice(spec))
-    return tuple(map(as_written, ("bash", "-c", start, "bash", "bash", "-c", _SHELL_TRAP + spec.command)))
+    return tuple(map(as_written, ("bash", "-c", start, "bash", *spec.argv)))
 
 
 def _from_secret(spec: JobSpec, name: str) -> objects.EnvVar:
