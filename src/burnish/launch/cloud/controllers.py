@@ -215,7 +215,7 @@ def apply(
                         resource.server_side_apply(
                             body=item,
                             name=metadata["name"],
-                            namespace=metadata.get("namespace"),
+                            namespace=metadata.get("namespace", "default") if resource.namespaced else None,
                             field_manager=FIELD_MANAGER,
                             force_conflicts=True,
                         )

@@ -229,7 +229,6 @@ def pool_differences(wanted: dict[str, Any], found: Any) -> list[str]:
         "machine type": config["machine_type"],
         "zones": sorted(wanted["locations"]),
         "service account": config["service_account"],
-        "topology": placement.get("tpu_topology", ""),
         "spot": config.get("spot", False),
         "flex-start": config.get("flex_start", False),
         "reservation": list(affinity.get("values", [])),
@@ -239,12 +238,14 @@ def pool_differences(wanted: dict[str, Any], found: Any) -> list[str]:
         "machine type": found.config.machine_type,
         "zones": sorted(found.locations),
         "service account": found.config.service_account,
-        "topology": found.placement_policy.tpu_topology,
         "spot": found.config.spot,
         "flex-start": bool(found.config.flex_start),
         "reservation": list(found.config.reservation_affinity.values),
         "most nodes": found.autoscaling.total_max_node_count,
     }
+    if placement:  # a slice of one host has the shape of its machine type
+        wanted_values["topology"] = placement["tpu_topology"]
+        found_values["topology"] = found.placement_policy.tpu_topology
     if not autoscaling:  # what an autoscaler has changed is no difference
         wanted_values["nodes"] = wanted["initial_node_count"]
         found_values["nodes"] = found.initial_node_count
