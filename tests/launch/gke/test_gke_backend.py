@@ -518,3 +518,17 @@ def test_a_plan_needs_no_cluster_and_is_what_is_sent(backend: GkeBackend, cluste
     sent = cluster.store.get("jobsets", "default", "job")
     assert sent["spec"] == manifest["spec"]
     assert sent["metadata"]["labels"] == manifest["metadata"]["labels"]
+
+
+def test_a_job_of_the_same_name_that_came_after_is_another_one(backend: GkeBackend, cluster: Cluster) -> None:
+    backend.submit(job("trap '' TERM; echo old; sleep 30", grace_seconds=2))
+    waiting = Waiting(backend)
+    until(lambda: waiting.says("main-job-0-0 runs"))
+    old = backend._jobset("job")
+    cluster.stream_cuts = 3
+    backend.cancel("job")
+    backend.submit(job("echo new; sleep 0.3; exit 4"))
+    assert waiting.end() == 143
+    assert backend.wait("job") == 4
+    assert texts(list(backend.logs("job"))) == ["new"]
+    assert backend._pods(old) == []

@@ -82,6 +82,7 @@ class Api:
         self.retry = retry or Retry()
         # Looked up here and not at the top: the packages are those of an extra.
         kubernetes = needed("kubernetes.client")
+        configuration.retries = False  # what is tried again, and when, is decided here
         client = kubernetes.ApiClient(configuration)
         self._core = kubernetes.CoreV1Api(client)
         self._custom = kubernetes.CustomObjectsApi(client)

@@ -22,8 +22,8 @@ from burnish.launch.gke.logs import followed, written_so_far
 from burnish.launch.gke.manifests import job_set, secret
 from burnish.launch.gke.names import JOBSET_NAME, OWN_LABELS, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION
 from burnish.launch.gke.progress import Progress
-from burnish.launch.gke.reading import host_order, is_main, main_job, status_of
-from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, PODS, SECRETS, WORKLOADS, Change
+from burnish.launch.gke.reading import host_order, is_main, is_of, main_job, status_of
+from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, PODS, SECRETS, WORKLOADS, Change, Resource
 from burnish.launch.gke.validate import check
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.settings import Settings
@@ -78,7 +78,10 @@ class GkeBackend:
         jobsets, _ = self._api.list(JOBSETS, labels=OWN_SELECTOR)
         pods, _ = self._api.list(PODS, labels=OWN_SELECTOR)
         jobs, _ = self._api.list(JOBS, labels=OWN_SELECTOR)
-        statuses = [status_of(jobset, _of(jobset, pods), _of(jobset, jobs)) for jobset in jobsets]
+        statuses = [
+            status_of(jobset, [pod for pod in pods if is_of(pod, jobset)], [job for job in jobs if is_of(job, jobset)])
+            for jobset in jobsets
+        ]
         return sorted(statuses, key=lambda status: (status.created, status.name))
 
     def status(self, name: str) -> JobStatus:
@@ -88,7 +91,7 @@ class GkeBackend:
             if name in self._ended:
                 return self._ended[name]
             raise
-        return status_of(jobset, self._pods(name), self._jobs(name))
+        return status_of(jobset, self._pods(jobset), self._jobs(jobset))
 
     def describe(self, name: str) -> Object:
         return description(self._api, self._jobset(name))
@@ -97,33 +100,34 @@ class GkeBackend:
         return diagnosis(self._api, self._jobset(name))
 
     def logs(self, name: str, *, follow: bool = False, main_only: bool = False) -> Iterator[LogLine]:
-        main = main_job(self._jobset(name))
+        jobset = self._jobset(name)
+        main = main_job(jobset)
 
         def wanted(pod: Object) -> bool:
             return not main_only or is_main(pod, main)
 
         if follow:
-            return followed(self._api, name, wanted)
-        return written_so_far(self._api, [pod for pod in self._pods(name) if wanted(pod)])
+            return followed(self._api, jobset, wanted)
+        return written_so_far(self._api, [pod for pod in self._pods(jobset) if wanted(pod)])
 
     def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
-        progress = Progress(name)
+        jobset = self._jobset(name)
+        progress = Progress(jobset)
         deadline = None if timeout is None else time.monotonic() + timeout
-        with_queue = QUEUE_LABEL in self._jobset(name)["metadata"].get("labels", {})
-        changes, stop = self._feeds(name, with_queue=with_queue)
+        changes, stop = self._feeds(jobset)
         try:
             while True:
                 _take_in(changes, progress, deadline)
                 status = progress.status()
-                if status is not None and status.state.is_final:
+                if status.state.is_final:
                     # That it has ended may have been told before how it has: what is left is read once more.
-                    progress.take_in(Change(PODS, "LISTED", tuple(self._pods(name))))
-                    progress.take_in(Change(JOBS, "LISTED", tuple(self._jobs(name))))
+                    progress.take_in(Change(PODS, "LISTED", tuple(self._pods(jobset))))
+                    progress.take_in(Change(JOBS, "LISTED", tuple(self._jobs(jobset))))
                     status = progress.status()
                 for text in progress.news():
                     if on_event is not None:
                         on_event(Event(datetime.now(UTC), text))
-                if status is not None and status.state.is_final:
+                if status.state.is_final:
                     return self._end(status)
                 if deadline is not None and time.monotonic() > deadline:
                     raise LaunchError(
@@ -193,11 +197,15 @@ class GkeBackend:
             raise LaunchError(f"--name={name}: there is a JobSet of that name which burnish has not made; take another")
         return found
 
-    def _pods(self, name: str) -> Objects:
-        return sorted(self._api.list(PODS, labels=f"{JOBSET_NAME}={name}")[0], key=host_order)
+    def _pods(self, jobset: Object) -> Objects:
+        return sorted(self._of(PODS, jobset), key=host_order)
 
-    def _jobs(self, name: str) -> Objects:
-        return self._api.list(JOBS, labels=f"{JOBSET_NAME}={name}")[0]
+    def _jobs(self, jobset: Object) -> Objects:
+        return self._of(JOBS, jobset)
+
+    def _of(self, resource: Resource, jobset: Object) -> Objects:
+        found, _ = self._api.list(resource, labels=f"{JOBSET_NAME}={jobset['metadata']['name']}")
+        return [item for item in found if is_of(item, jobset)]
 
     def _end(self, status: JobStatus) -> int:
         self._ended[status.name] = status
@@ -205,9 +213,10 @@ class GkeBackend:
             return _CANCELLED
         return status.exit_code or (0 if status.state is JobState.SUCCEEDED else 1)
 
-    def _feeds(self, name: str, *, with_queue: bool) -> tuple["Queue[Change | LaunchError]", Callable[[], None]]:
+    def _feeds(self, jobset: Object) -> tuple["Queue[Change | LaunchError]", Callable[[], None]]:
         """Feeds of everything that tells of a job, running, and the function that ends them."""
         changes: Queue[Change | LaunchError] = Queue()
+        name = jobset["metadata"]["name"]
         own = f"{JOBSET_NAME}={name}"
         feeds = [
             Feed(self._api, JOBSETS, changes, fields=f"metadata.name={name}"),
@@ -215,7 +224,7 @@ class GkeBackend:
             Feed(self._api, JOBS, changes, labels=own),
             Feed(self._api, EVENTS, changes, optional=True),
         ]
-        if with_queue:
+        if QUEUE_LABEL in jobset["metadata"].get("labels", {}):
             feeds += [Feed(self._api, WORKLOADS, changes, optional=True)]
         for feed in feeds:
             feed.start()
@@ -225,10 +234,6 @@ class GkeBackend:
                 feed.stop()
 
         return changes, stop
-
-
-def _of(jobset: Object, items: Objects) -> Objects:
-    return [item for item in items if item["metadata"]["labels"].get(JOBSET_NAME) == jobset["metadata"]["name"]]
 
 
 def _take_in(changes: "Queue[Change | LaunchError]", progress: Progress, deadline: float | None) -> None:

@@ -14,11 +14,12 @@ from burnish.launch.gke.reading import (
     container_status,
     host_of,
     host_order,
+    is_of,
     status_of,
     trouble_starting,
     unschedulable,
 )
-from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, NODES, PODS, WORKLOADS, Change, Resource
+from burnish.launch.gke.resources import EVENTS, JOBS, NODES, PODS, WORKLOADS, Change, Resource
 
 Object = dict[str, Any]
 
@@ -27,13 +28,12 @@ class Evidence:
     """A job's objects, each kind asked for once."""
 
     def __init__(self, api: Api, jobset: Object) -> None:
-        self.name = jobset["metadata"]["name"]
         self.not_shown: list[str] = []
         self._api = api
         self.jobset = jobset
-        own = f"{JOBSET_NAME}={self.name}"
-        self.pods = sorted(api.list(PODS, labels=own)[0], key=host_order)
-        self.jobs = api.list(JOBS, labels=own)[0]
+        own = f"{JOBSET_NAME}={jobset['metadata']['name']}"
+        self.pods = sorted((pod for pod in api.list(PODS, labels=own)[0] if is_of(pod, jobset)), key=host_order)
+        self.jobs = [job for job in api.list(JOBS, labels=own)[0] if is_of(job, jobset)]
         self.events = [event for event in self._optional(EVENTS) if is_event_of(event, jobset)]
 
     def workloads(self) -> list[Object]:
@@ -69,9 +69,8 @@ def diagnosis(api: Api, jobset: Object) -> Object:
     """The description with what seems to be wrong, and the objects behind it."""
     evidence = Evidence(api, jobset)
     workloads, nodes = evidence.workloads(), evidence.nodes()
-    progress = Progress(evidence.name)
+    progress = Progress(jobset)
     for resource, items in (
-        (JOBSETS, [jobset]),
         (PODS, evidence.pods),
         (JOBS, evidence.jobs),
         (EVENTS, evidence.events),

@@ -17,7 +17,7 @@ from burnish.launch.gke.api import Api, RefusedError, Stream, StreamBrokenError
 from burnish.launch.gke.feeds import Feed
 from burnish.launch.gke.names import JOBSET_NAME
 from burnish.launch.gke.progress import Progress
-from burnish.launch.gke.reading import has_ended, has_started, host_of, host_order, main_container
+from burnish.launch.gke.reading import has_ended, has_started, host_of, host_order, is_of, main_container
 from burnish.launch.gke.resources import JOBSETS, PODS, Change
 from burnish.launch.job import LogLine
 
@@ -117,12 +117,13 @@ def written_so_far(api: Api, pods: list[Object]) -> Iterator[LogLine]:
             yield from PodLog(api, pod).lines(follow=False)
 
 
-def followed(api: Api, name: str, wanted: Callable[[Object], bool]) -> Iterator[LogLine]:
+def followed(api: Api, jobset: Object, wanted: Callable[[Object], bool]) -> Iterator[LogLine]:
     """The output of those pods that are wanted, through restarts, until the job has ended or is gone."""
     changes: Queue[Change | LaunchError] = Queue()
+    name = jobset["metadata"]["name"]
     selector = f"{JOBSET_NAME}={name}"
     feeds = [Feed(api, JOBSETS, changes, fields=f"metadata.name={name}"), Feed(api, PODS, changes, labels=selector)]
-    progress = Progress(name)
+    progress = Progress(jobset)
     lines: Queue[LogLine | LaunchError | None] = Queue(maxsize=10_000)
     logs: dict[str, PodLog] = {}
     reading, complete = 0, False
@@ -135,11 +136,11 @@ def followed(api: Api, name: str, wanted: Callable[[Object], bool]) -> Iterator[
                 if isinstance(change, LaunchError):
                     raise change
                 progress.take_in(change)
-            status = progress.status()
-            over = progress.deleted or (status is not None and status.state.is_final)
+            over = progress.status().state.is_final
             pods = progress.pods
             if over and not complete:
-                pods, complete = api.list(PODS, labels=selector)[0], True  # the feed may not have told of all of them
+                # The feed may not have told of all of them yet.
+                pods, complete = [pod for pod in api.list(PODS, labels=selector)[0] if is_of(pod, jobset)], True
             for pod in pods:
                 uid = pod["metadata"]["uid"]
                 if uid not in logs and wanted(pod) and has_started(pod):

@@ -7,6 +7,7 @@ SUBMISSION = "burnish/submission"  # annotation: a word of this submission's own
 
 # Labels of a pod by the JobSet and Job controllers.
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 REPLICATED_JOB_NAME = "jobset.sigs.k8s.io/replicatedjob-name"
 REPLICATED_JOB_REPLICAS = "jobset.sigs.k8s.io/replicatedjob-replicas"
 JOB_INDEX = "jobset.sigs.k8s.io/job-index"

@@ -16,6 +16,7 @@ from burnish.launch.gke.reading import (
     host_of,
     host_order,
     host_words,
+    is_of,
     is_running,
     placement_hint,
     status_of,
@@ -48,10 +49,9 @@ def is_event_of(event: Object, jobset: Object) -> bool:
 class Progress:
     """One job, as far as the changes that were taken in tell it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.jobset: Object | None = None
-        self.deleted = False  # the JobSet was there and is gone
+    def __init__(self, jobset: Object) -> None:
+        self.jobset = jobset
+        self.deleted = False  # the JobSet is gone; another of its name may be there
         self._items: dict[Resource, dict[str, Object]] = {}
         self._exits: dict[str, Exit] = {}  # by the pod's uid
         self._said: set[str] = set()
@@ -61,15 +61,13 @@ class Progress:
     @property
     def pods(self) -> list[Object]:
         """Those of the newest attempt, in the order of the hosts."""
-        pods = list(self._items.get(PODS, {}).values())
+        pods = [pod for pod in self._items.get(PODS, {}).values() if is_of(pod, self.jobset)]
         newest = max(map(attempt_of, pods), default=0)
         return sorted((pod for pod in pods if attempt_of(pod) == newest), key=host_order)
 
-    def status(self) -> JobStatus | None:
-        """None before the JobSet was seen. A job whose JobSet is gone before it ended was cancelled."""
-        if self.jobset is None:
-            return None
-        jobs = list(self._items.get(JOBS, {}).values())
+    def status(self) -> JobStatus:
+        """A job whose JobSet is gone before it ended was cancelled."""
+        jobs = [job for job in self._items.get(JOBS, {}).values() if is_of(job, self.jobset)]
         status = status_of(self.jobset, self.pods, jobs, list(self._exits.values()))
         if self.deleted and not status.state.is_final:
             return replace(status, state=JobState.CANCELLED, reason="its JobSet was deleted")
@@ -88,9 +86,8 @@ class Progress:
     def news(self) -> list[str]:
         """Sentences on what is new, in order."""
         fresh, self._pending = self._pending, []
-        if self.jobset is not None:
-            fresh += [*self._queue(), *self._restarts(), *self._events(), *self._placement(), *self._starting()]
-            fresh += [*self._running(), *self._ends()]
+        fresh += [*self._queue(), *self._restarts(), *self._events(), *self._placement(), *self._starting()]
+        fresh += [*self._running(), *self._ends()]
         said = []
         for text in fresh:
             if text not in self._said:
@@ -99,12 +96,11 @@ class Progress:
         return said
 
     def _take_in_jobset(self, change: Change) -> None:
-        found = next((item for item in change.items if item["metadata"]["name"] == self.name), None)
-        if change.kind == "DELETED" or (change.kind == "LISTED" and found is None):
-            self.deleted = self.jobset is not None
-            self.jobset = found or self.jobset
-        elif found is not None:
-            self.deleted, self.jobset = False, found
+        uid = self.jobset["metadata"]["uid"]
+        found = next((item for item in change.items if item["metadata"]["uid"] == uid), None)
+        self.jobset = found or self.jobset
+        # LISTED is all that there is, and a name has one JobSet: where another one is, this one is not.
+        self.deleted = self.deleted or found is None or change.kind == "DELETED"
 
     def _take_in_items(self, change: Change) -> None:
         if change.kind == "LISTED":
@@ -113,7 +109,7 @@ class Progress:
         for item in change.items:
             uid = item["metadata"]["uid"]
             if change.resource == PODS:
-                ended = exit_of(item)
+                ended = exit_of(item) if is_of(item, self.jobset) else None
                 if ended is not None and uid not in self._exits:
                     self._exits[uid] = ended
             if change.kind == "DELETED":
@@ -122,7 +118,6 @@ class Progress:
                 known[uid] = item
 
     def _queue(self) -> list[str]:
-        assert self.jobset is not None
         queue = self.jobset["metadata"].get("labels", {}).get(QUEUE_LABEL)
         if not queue:
             return []
@@ -143,18 +138,16 @@ class Progress:
                 why = reserved.get("message") or reserved.get("reason", "")
                 texts.append(f"waits in queue {queue}: {why}")
         status = self.status()
-        if not workloads and status is not None and status.state is JobState.SUSPENDED:
+        if not workloads and status.state is JobState.SUSPENDED:
             texts.append(f"waits in queue {queue}")
         return texts
 
     def _restarts(self) -> list[str]:
-        assert self.jobset is not None
         count = self.jobset.get("status", {}).get("restarts", 0)
         most = self.jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
         return [f"restart {count} of {most}"] if count else []
 
     def _events(self) -> list[str]:
-        assert self.jobset is not None
         return [
             f"{event['reason']}: {' '.join(event.get('message', '').split())}"
             for event in self._items.get(EVENTS, {}).values()

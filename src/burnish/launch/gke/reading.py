@@ -7,6 +7,8 @@ from typing import Any
 from burnish.launch.gke.names import (
     COMPLETION_INDEX,
     JOB_INDEX,
+    JOBSET_NAME,
+    JOBSET_UID,
     QUEUE_LABEL,
     REPLICATED_JOB_NAME,
     RESTART_ATTEMPT,
@@ -56,6 +58,12 @@ def host_of(pod: Object) -> str:
 def host_order(pod: Object) -> tuple[str, int, int]:
     labels = pod["metadata"]["labels"]
     return labels.get(REPLICATED_JOB_NAME, ""), int(labels.get(JOB_INDEX, 0)), int(labels.get(COMPLETION_INDEX, 0))
+
+
+def is_of(item: Object, jobset: Object) -> bool:
+    """Whether a pod or Job is of this JobSet, and not of an earlier one of that name that is still being deleted."""
+    labels, metadata = item["metadata"].get("labels", {}), jobset["metadata"]
+    return labels.get(JOBSET_NAME) == metadata["name"] and labels.get(JOBSET_UID, metadata["uid"]) == metadata["uid"]
 
 
 def is_main(pod: Object, main_job: str) -> bool:
