@@ -275,6 +275,17 @@ class Cluster:
         self.store.update("workloads", namespace, f"jobset-{jobset}-00000", admitted)
         self.store.update("jobsets", namespace, jobset, lambda item: item["spec"].update(suspend=False))
 
+    def pending(self, namespace: str, queue: str) -> list[Object]:
+        """Kueue's summary of the workloads that wait, the oldest first."""
+        if not self.kueue:
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        waiting = [
+            workload
+            for workload in self.store.list("workloads", namespace)
+            if workload["spec"]["queueName"] == queue and workload["status"]["conditions"][0]["status"] == "False"
+        ]
+        return [{"metadata": w["metadata"], "positionInLocalQueue": index} for index, w in enumerate(waiting)]
+
     def close(self) -> None:
         self._closing.set()
         with self.store.changed:
@@ -897,6 +908,13 @@ class Handler(BaseHTTPRequestHandler):
                 raise fault.error()
             self._lost_answer = fault
             path = urlsplit(self.path)
+            queue = re.fullmatch(
+                r"/apis/visibility.kueue.x-k8s.io/v1beta2/namespaces/([^/]+)/localqueues/([^/]+)/pendingworkloads",
+                path.path,
+            )
+            if queue:
+                self._answer(200, {"kind": "PendingWorkloadsSummary", "items": cluster.pending(queue[1], queue[2])})
+                return
             query = {key: values[-1] for key, values in parse_qs(path.query).items()}
             getattr(self, f"_{self.command.lower()}")(
                 cluster, parse_path(path.path, cluster.missing_kinds), query, body
@@ -933,9 +951,6 @@ class Handler(BaseHTTPRequestHandler):
                 key: base64.b64encode(value.encode()).decode() for key, value in body.pop("stringData", {}).items()
             }
             body["data"] = body.get("data", {}) | values
-        if query.get("dryRun") == "All":
-            self._answer(201, body)
-            return
         self._answer(201, cluster.store.create(target.plural, target.namespace, body))
 
     def _patch(self, cluster: Cluster, target: Target, query: dict[str, str], body: Object) -> None:

@@ -293,9 +293,12 @@ def test_waiting_says_that_an_image_cannot_be_pulled(backend: GkeBackend, cluste
 
 def test_waiting_tells_of_the_queue(backend: GkeBackend, cluster: Cluster) -> None:
     cluster.kueue = True
+    backend.submit(slice_job("true", name="other", queue="slices"))
+    until(lambda: cluster.store.list("workloads"))
     backend.submit(slice_job("sleep 0.5", queue="slices"))
     waiting = Waiting(backend)
     until(lambda: waiting.says("waits in queue slices: insufficient unused quota for google.com/tpu, 8 more needed"))
+    until(lambda: waiting.says("number 2 of 2 waiting in queue slices"))
     assert backend.status("job").state is JobState.SUSPENDED
     assert backend.status("job").reason == "waits in queue slices"
     assert "waits in queue slices: insufficient" in json.dumps(backend.inspect("job")["findings"])

@@ -83,9 +83,9 @@ class Api:
         # Looked up here and not at the top: the packages are those of an extra.
         kubernetes = needed("kubernetes.client")
         configuration.retries = False  # what is tried again, and when, is decided here
-        client = kubernetes.ApiClient(configuration)
-        self._core = kubernetes.CoreV1Api(client)
-        self._custom = kubernetes.CustomObjectsApi(client)
+        self._client = kubernetes.ApiClient(configuration)
+        self._core = kubernetes.CoreV1Api(self._client)
+        self._custom = kubernetes.CustomObjectsApi(self._client)
         self._delete_options = kubernetes.V1DeleteOptions(propagation_policy="Background")
         self._refused = kubernetes.ApiException
         self._cut = needed("urllib3.exceptions").HTTPError
@@ -158,6 +158,26 @@ class Api:
         )
         return Stream(response, self._cut)
 
+    def place_in_queue(self, queue: str, owner_uid: str) -> tuple[int, int] | None:
+        """Which of how many waiting jobs the owner of a Kueue workload is, from 1; None where Kueue does not tell."""
+        path = (
+            f"/apis/visibility.kueue.x-k8s.io/v1beta2/namespaces/{self.namespace}/localqueues/{queue}/pendingworkloads"
+        )
+
+        def ask(_request_timeout: Any, _preload_content: bool) -> Any:
+            # The generated methods have none for this path.
+            request = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
+            return self._client.call_api(*request, _request_timeout=_request_timeout).response
+
+        try:
+            items = self._ask(f"read queue {queue}", ask, attempts=1)["items"]
+        except (RefusedError, UnreachableError):
+            return None
+        for item in items:
+            if any(owner["uid"] == owner_uid for owner in item["metadata"].get("ownerReferences", [])):
+                return item["positionInLocalQueue"] + 1, len(items)
+        return None
+
     def _place(self, resource: Resource) -> tuple[str, str, str, str]:
         return resource.group, resource.version, self.namespace, resource.plural
 
@@ -173,10 +193,12 @@ class Api:
         answer: Object = json.loads(response.data)
         return answer
 
-    def _open(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A response with a good status, after as many attempts as it takes and `retry` allows."""
+    def _open(self, what: str, function: Any, *args: Any, attempts: int | None = None, **kwargs: Any) -> Any:
+        """A response with a good status, after as many attempts as it takes; at most `attempts`, or what `retry`
+        allows."""
         failure = ""
-        for attempt in range(self.retry.attempts):
+        attempts = attempts or self.retry.attempts
+        for attempt in range(attempts):
             pause = self.retry.pause_after(attempt)
             try:
                 with _credentials_explained():
@@ -196,10 +218,10 @@ class Api:
                     raise RefusedError(_explained(what, refusal.status, refusal.message), refusal.status)
                 pause = max(pause, refusal.retry_after)
                 failure = f"the server answers {refusal.status}: {refusal.message}"
-            if attempt + 1 < self.retry.attempts:
+            if attempt + 1 < attempts:
                 time.sleep(pause)
         hint = "is the cluster up, and may this machine reach it (--authorized-cidr of `burnish cluster create`)?"
-        raise UnreachableError(f"{what}: {failure}; tried {self.retry.attempts} times; {hint}")
+        raise UnreachableError(f"{what}: {failure}; tried {attempts} times; {hint}")
 
 
 class Stream:
@@ -248,7 +270,7 @@ class Stream:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def _selectors(labels: str, fields: str) -> dict[str, str]:
+def _selectors(labels: str, fields: str) -> dict[str, Any]:
     return ({"label_selector": labels} if labels else {}) | ({"field_selector": fields} if fields else {})
 
 

@@ -33,6 +33,7 @@ Objects = list[Object]  # a name for it, since `list` is a method here
 
 _CANCELLED = 143  # exit code of a wait whose job was cancelled, as of SIGTERM
 _TIMED_OUT = 124
+_LOOK_AT_QUEUE_SECONDS = 5.0
 _SETTLE_SECONDS = 0.3  # changes that come together are told together
 
 
@@ -115,10 +116,14 @@ class GkeBackend:
         progress = Progress(jobset)
         deadline = None if timeout is None else time.monotonic() + timeout
         changes, stop = self._feeds(jobset)
+        queue, next_look = jobset["metadata"].get("labels", {}).get(QUEUE_LABEL), 0.0
         try:
             while True:
                 _take_in(changes, progress, deadline)
                 status = progress.status()
+                if queue and status.state is JobState.SUSPENDED and time.monotonic() >= next_look:
+                    progress.place = self._api.place_in_queue(queue, jobset["metadata"]["uid"])
+                    next_look = time.monotonic() + _LOOK_AT_QUEUE_SECONDS
                 if status.state.is_final:
                     # That it has ended may have been told before how it has: what is left is read once more.
                     progress.take_in(Change(PODS, "LISTED", tuple(self._pods(jobset))))

@@ -70,6 +70,8 @@ def diagnosis(api: Api, jobset: Object) -> Object:
     evidence = Evidence(api, jobset)
     workloads, nodes = evidence.workloads(), evidence.nodes()
     progress = Progress(jobset)
+    if queue := jobset["metadata"].get("labels", {}).get(QUEUE_LABEL):
+        progress.place = api.place_in_queue(queue, jobset["metadata"]["uid"])
     for resource, items in (
         (PODS, evidence.pods),
         (JOBS, evidence.jobs),

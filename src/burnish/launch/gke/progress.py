@@ -52,6 +52,7 @@ class Progress:
     def __init__(self, jobset: Object) -> None:
         self.jobset = jobset
         self.deleted = False  # the JobSet is gone; another of its name may be there
+        self.place: tuple[int, int] | None = None  # in its queue: which of how many, from 1
         self._items: dict[Resource, dict[str, Object]] = {}
         self._exits: dict[str, Exit] = {}  # by the pod's uid
         self._said: set[str] = set()
@@ -138,8 +139,11 @@ class Progress:
                 why = reserved.get("message") or reserved.get("reason", "")
                 texts.append(f"waits in queue {queue}: {why}")
         status = self.status()
-        if not workloads and status.state is JobState.SUSPENDED:
-            texts.append(f"waits in queue {queue}")
+        if status.state is JobState.SUSPENDED:
+            if not workloads:
+                texts.append(f"waits in queue {queue}")
+            if self.place is not None:
+                texts.append(f"number {self.place[0]} of {self.place[1]} waiting in queue {queue}")
         return texts
 
     def _restarts(self) -> list[str]:
