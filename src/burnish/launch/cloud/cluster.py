@@ -5,17 +5,19 @@ where it is missing; so a run that failed or was interrupted is continued by the
 most, come last. Deleting says what it deletes and takes everything away that costs money.
 """
 
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from burnish.launch.cloud import controllers, identity, parts
-from burnish.launch.cloud.access import ClusterAccess, explained, needed
+from burnish.launch.cloud.access import ClusterAccess, explained, needed, reason
 from burnish.launch.cloud.controllers import JOBSET, KUEUE, Release
-from burnish.launch.cloud.operations import Say, Waiter
+from burnish.launch.cloud.operations import MAX_SECONDS, Say, Waiter
 from burnish.launch.cloud.spec import Capacity, ClusterSpec, check_cluster_name, node_account
 from burnish.launch.errors import LaunchError
+from burnish.observe.summary import duration
 
 Manifests = dict[str, list[dict[str, Any]]]  # by name of the release
 
@@ -386,8 +388,7 @@ def _ensure_cluster(spec: ClusterSpec, access: ClusterAccess, waiter: Waiter) ->
     """The cluster (container_v1.Cluster), made where it is missing or broken."""
     what = f"cluster {spec.name}"
     path = f"{waiter.parent}/clusters/{spec.name}"
-    waiter.finish_others(spec.name)
-    cluster = _find(access, spec.project, spec.location, spec.name)
+    cluster = _settled(spec, access, waiter)
     if cluster is not None and cluster.status.name == "ERROR":
         waiter.say(f"{what} is broken: {_conditions(cluster)}")
         broken = {"name": path}
@@ -401,10 +402,27 @@ def _ensure_cluster(spec: ClusterSpec, access: ClusterAccess, waiter: Waiter) ->
         request = {"name": path, "update": {"desired_control_plane_endpoints_config": parts.endpoints(spec)}}
         update = partial(access.clusters.update_cluster, request=request)
         waiter.run(update, f"{what}: who may reach the API server", spec.name)
-    cluster = _required(access, spec.project, spec.location, spec.name)
-    if cluster.status.name not in _USABLE:
-        raise LaunchError(f"{what} is {cluster.status.name}: {_conditions(cluster) or 'no reason is given'}")
+    cluster = _settled(spec, access, waiter)
+    if cluster is None or cluster.status.name not in _USABLE:
+        why = "gone" if cluster is None else f"{cluster.status.name}: {_conditions(cluster) or 'no reason is given'}"
+        raise LaunchError(f"{what} is {why}")
     return cluster
+
+
+def _settled(spec: ClusterSpec, access: ClusterAccess, waiter: Waiter) -> Any:
+    """The cluster (container_v1.Cluster) once nothing is under way on it and its pools, whoever began it; None where
+    there is none."""
+    start = time.monotonic()
+    while True:
+        waiter.finish_others(spec.name)
+        cluster = _find(access, spec.project, spec.location, spec.name)
+        things = [] if cluster is None else [cluster, *cluster.node_pools]
+        busy = [thing for thing in things if thing.status.name not in (*_USABLE, *_BROKEN)]
+        if not busy:
+            return cluster
+        if time.monotonic() - start > MAX_SECONDS:
+            raise LaunchError(f"{busy[0].name} is {busy[0].status.name} after {duration(MAX_SECONDS)}")
+        time.sleep(waiter.poll_seconds)
 
 
 def _ensure_pools(spec: ClusterSpec, requests: list[dict[str, Any]], access: ClusterAccess, waiter: Waiter) -> None:
@@ -433,6 +451,11 @@ def _ensure_pools(spec: ClusterSpec, requests: list[dict[str, Any]], access: Clu
             waiter.wait(operation, what)
         except LaunchError as error:
             problems.append(str(error))
+    names = {request["name"] for request in requests} - {what.removeprefix("node pool ") for _, what in begun}
+    cluster = _settled(spec, access, waiter)
+    for pool in cluster.node_pools if cluster is not None else []:  # what another run has begun
+        if pool.name in names and pool.status.name in _BROKEN:
+            problems.append(f"node pool {pool.name} failed: {reason(_conditions(pool), spec.project)}")
     if problems:
         problems.append(
             "what failed may hold machines that cost money: run the same command again, which deletes it and makes it "
