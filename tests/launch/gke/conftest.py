@@ -3,9 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("kubernetes", reason="the extra gke is not installed")
-
 from emulator import Cluster, Server
 from kubernetes import client
 

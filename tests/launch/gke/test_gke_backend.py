@@ -456,7 +456,7 @@ def test_the_end_of_a_log_without_a_line_end_is_shown(backend: GkeBackend) -> No
 def test_a_pathways_job_is_over_when_its_head_is(backend: GkeBackend, cluster: Cluster) -> None:
     pathways = PathwaysSpec(gcs_location="gs://bucket/pathways/", worker_env={"LEVEL": "3"})
     cluster.entrypoints[pathways.worker_image] = ["/bin/sh", "-c", 'echo "$@" level $LEVEL; exec sleep 30', "server"]
-    backend.submit(slice_job("echo $JAX_PLATFORMS at $JAX_BACKEND_TARGET; sleep 0.5", name="pw", pathways=pathways))
+    backend.submit(slice_job("echo $JAX_PLATFORMS at $JAX_BACKEND_TARGET; sleep 1.5", name="pw", pathways=pathways))
     waiting = Waiting(backend, "pw")
     worker = until(lambda: [pod for pod in cluster.pods_of("pw") if "worker-0-1" in pod["metadata"]["name"]])[0]
     key = ("default", worker["metadata"]["name"], "pathways-worker")
@@ -465,7 +465,9 @@ def test_a_pathways_job_is_over_when_its_head_is(backend: GkeBackend, cluster: C
         "--server_port=29005 --resource_manager_address=127.0.0.1:29001 "
         "--gcs_scratch_location=gs://bucket/pathways/ level 3"
     )
+    cluster.run_out_of_memory("default", worker["metadata"]["name"])
     assert waiting.end() == 0
+    assert waiting.says("worker-0-1 was restarted in its place (1)")
     assert list(backend.logs("pw", main_only=True)) == [LogLine("pathways-head-0-0", "proxy at grpc://127.0.0.1:29000")]
     until(lambda: not cluster.processes())
 

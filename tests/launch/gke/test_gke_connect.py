@@ -6,18 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 from emulator import Server
+from google.auth.credentials import Credentials
+from google.cloud import container_v1
 
 from burnish.launch.errors import LaunchError
 from burnish.launch.gke.backend import GkeBackend
 from burnish.launch.gke.connect import connect, find_cluster
 from burnish.launch.settings import Settings
-
-grpc = pytest.importorskip("grpc")
-container_v1 = pytest.importorskip("google.cloud.container_v1")
-from google.auth.credentials import Credentials  # noqa: E402
 
 GKE = Settings(project="project", cluster="slices", location="europe-west4-a")
 PARENT = "projects/project/locations/europe-west4-a"

@@ -1,11 +1,14 @@
 """Manifests are what the JobSet CRD, Kubernetes' own schemas and the webhook's rules allow, whatever the flags."""
 
 import json
+import os
 import re
+import subprocess
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from hypothesis import HealthCheck, given, settings
 from schemas import ABSENT, JOBSET_VERSIONS, crds_present, jobset_errors
@@ -54,7 +57,6 @@ def test_every_manifest_is_valid_by_the_crds_and_the_rules(spec: JobSpec) -> Non
 @settings(parent=many, max_examples=25)
 @given(jobs())
 def test_jobs_and_secrets_are_valid_by_kubernetes_own_schemas(spec: JobSpec) -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for replicated in manifest_of(spec)["spec"]["replicatedJobs"]:
         template = replicated["template"]
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": template["metadata"], "spec": template["spec"]}
@@ -282,3 +284,20 @@ def test_a_broken_manifest_is_refused_with_field_and_flag(
 def test_the_longest_name_still_fits_with_the_largest_slices() -> None:
     check(manifest_of(replace(PLAIN, name="n" * 28, num_slices=99)))
     check(manifest_of(replace(PATHWAYS, name="n" * 22)))
+
+
+def test_a_container_says_nothing_of_its_own_and_ends_as_the_command_does() -> None:
+    container = manifest_of(PLAIN)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    *start, _ = (word.replace("$$", "$") for word in container["command"])
+    environment = {"PATH": os.environ["PATH"], "JOB_INDEX": "1", "JOB_COMPLETION_INDEX": "2"}
+    for command, said, code in (
+        ("echo out; echo err >&2; echo $BURNISH_PROCESS_ID", "out\nerr\n10\n", 0),
+        ("exit 7", "", 7),
+        ("kill -9 $$", "", 137),
+        ("exec 3>&1; ls /proc/self/fd | wc -l >&3", "5\n", 0),
+    ):
+        for _ in range(5):  # a command may end before or after its shell looks at it
+            done = subprocess.run(
+                [*start, command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            assert (done.stdout, done.returncode) == (said, code)

@@ -7,6 +7,7 @@ method needs it, so that a plan can be made without a cluster and without the pa
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -70,8 +71,9 @@ class GkeBackend:
         if hidden is not None:
             try:
                 self._create_secret(hidden.manifest())
-            except LaunchError:
-                self._api.delete(JOBSETS, spec.name)  # its pods would wait for the Secret for ever
+            except BaseException:
+                with suppress(LaunchError):
+                    self._api.delete(JOBSETS, spec.name)  # its pods would wait for the Secret for ever
                 raise
         return status_of(created, [], [])
 

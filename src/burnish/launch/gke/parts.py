@@ -24,11 +24,13 @@ COORDINATOR_PORT = 8476  # jax.distributed's own
 SHARED_MEMORY = "/dev/shm"
 
 # Kubernetes sends SIGTERM to a container's first process only. This one hands it on to all that the command started,
-# waits for them, and ends with the command's exit code.
+# waits for them, and ends with the command's exit code. Its own standard error is closed: bash would report there how
+# its child has ended.
 _START = """\
 export BURNISH_PROCESS_ID=$((JOB_INDEX * {hosts} + JOB_COMPLETION_INDEX))
+exec 3>&2 2>/dev/null
 set -m
-"$@" &
+"$@" 2>&3 3>&- &
 child=$!
 set +m
 trap 'stopping=yes; kill -TERM -- "-$child"' TERM

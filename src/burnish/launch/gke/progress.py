@@ -11,6 +11,7 @@ from burnish.launch.gke.names import QUEUE_LABEL
 from burnish.launch.gke.reading import (
     Exit,
     attempt_of,
+    container_status,
     exit_of,
     has_ended,
     host_of,
@@ -149,7 +150,9 @@ class Progress:
     def _restarts(self) -> list[str]:
         count = self.jobset.get("status", {}).get("restarts", 0)
         most = self.jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        return [f"restart {count} of {most}"] if count else []
+        whole = [f"restart {count} of {most}"] if count else []
+        in_place = [(pod, container_status(pod).get("restartCount", 0)) for pod in self.pods]
+        return whole + [f"{host_of(pod)} was restarted in its place ({times})" for pod, times in in_place if times]
 
     def _events(self) -> list[str]:
         return [

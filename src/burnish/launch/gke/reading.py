@@ -150,9 +150,11 @@ def trouble_starting(pod: Object) -> str | None:
 
 
 def exit_of(pod: Object) -> Exit | None:
-    """The pod's end; None while it runs. Code 0 is success."""
+    """The pod's end; None while it runs, or its container is to be started again in its place. Code 0 is success."""
     status = pod.get("status", {})
     terminated = container_status(pod).get("state", {}).get("terminated")
+    if pod["spec"]["restartPolicy"] != "Never" and not has_ended(pod):
+        return None
     disrupted = next(
         (
             condition
