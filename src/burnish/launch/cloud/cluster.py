@@ -416,7 +416,9 @@ def _settled(spec: ClusterSpec, access: ClusterAccess, waiter: Waiter) -> Any:
     while True:
         waiter.finish_others(spec.name)
         cluster = _find(access, spec.project, spec.location, spec.name)
-        things = [] if cluster is None else [cluster, *cluster.node_pools]
+        if cluster is None or cluster.status.name == "ERROR":  # the pools of a broken cluster stay as they are
+            return cluster
+        things = [cluster, *cluster.node_pools]
         busy = [thing for thing in things if thing.status.name not in (*_USABLE, *_BROKEN)]
         if not busy:
             return cluster
