@@ -350,7 +350,7 @@ def test_waiting_survives_a_server_that_is_away_for_a_while(
     away = cluster.fail("GET", 503, times=10**6)
     cluster.cut_streams(4)
     cluster.event("default", cluster.pods_of("job")[0], "Normal", "Noise", "")
-    until(lambda: waiting.says("the server answers 503"))
+    until(lambda: waiting.says("the API server does not answer, trying on: the server answers 503"))
     gate.touch()
     away.times = 0
     assert waiting.end() == 0
@@ -361,7 +361,7 @@ def test_events_that_may_not_be_seen_are_named_and_left_out(backend: GkeBackend,
     backend.submit(job("sleep 0.5"))
     waiting = Waiting(backend)
     assert waiting.end() == 0
-    assert waiting.says("list event: not allowed: events is forbidden")
+    assert waiting.says("list events: not allowed: events is forbidden")
     assert backend.describe("job")["events"] == []
     assert "events is forbidden" in backend.inspect("job")["not_shown"][0]
 

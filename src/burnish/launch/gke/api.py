@@ -32,7 +32,11 @@ class RefusedError(LaunchError):
 
 
 class UnreachableError(LaunchError):
-    """There is no answer from the server, or none but that it is busy, after all attempts."""
+    """There is no answer from the server, or none but that it is busy, after all attempts; `why` is in its words."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class StreamBrokenError(Exception):
@@ -97,15 +101,15 @@ class Api:
         if resource.group:
             create = self._custom.create_namespaced_custom_object
             return self._ask(what, create, *self._place(resource), body, field_validation="Strict")
-        create = getattr(self._core, f"create_namespaced_{resource.plural}")
+        create = getattr(self._core, f"create_namespaced_{resource.singular}")
         return self._ask(what, create, self.namespace, body, field_validation="Strict")
 
     def get(self, resource: Resource, name: str) -> Object:
         """Raises RefusedError with status 404 where there is none of that name."""
-        what = f"read {resource.plural} {name}"
+        what = f"read {resource.singular} {name}"
         if resource.group:
             return self._ask(what, self._custom.get_namespaced_custom_object, *self._place(resource), name)
-        return self._ask(what, getattr(self._core, f"read_namespaced_{resource.plural}"), name, self.namespace)
+        return self._ask(what, getattr(self._core, f"read_namespaced_{resource.singular}"), name, self.namespace)
 
     def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
         """The objects and the resource version from which a watch goes on."""
@@ -113,12 +117,12 @@ class Api:
         return answer["items"], answer["metadata"].get("resourceVersion", "")
 
     def delete(self, resource: Resource, name: str) -> None:
-        what = f"delete {resource.plural} {name}"
+        what = f"delete {resource.singular} {name}"
         if resource.group:
             place = self._place(resource)
             self._ask(what, self._custom.delete_namespaced_custom_object, *place, name, body=self._delete_options)
         else:
-            delete = getattr(self._core, f"delete_namespaced_{resource.plural}")
+            delete = getattr(self._core, f"delete_namespaced_{resource.singular}")
             self._ask(what, delete, name, self.namespace, body=self._delete_options)
 
     def watch(
@@ -186,7 +190,7 @@ class Api:
             return (self._custom.list_namespaced_custom_object, *self._place(resource))
         if resource is NODES:
             return (self._core.list_node,)
-        return getattr(self._core, f"list_namespaced_{resource.plural}"), self.namespace
+        return getattr(self._core, f"list_namespaced_{resource.singular}"), self.namespace
 
     def _ask(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Object:
         response = self._open(what, function, *args, _request_timeout=(_CONNECT_SECONDS, _READ_SECONDS), **kwargs)
@@ -211,7 +215,8 @@ class Api:
                 failure = f"{self._host} cannot be reached: {_cause(error)}"
             except self._refused as error:
                 if not error.status:  # TLS
-                    raise UnreachableError(f"{what}: {self._host}: {' '.join(str(error.reason).split())}") from None
+                    why = f"{self._host}: {' '.join(str(error.reason).split())}"
+                    raise UnreachableError(f"{what}: {why}", why) from None
                 refusal = Refusal(error.status, error.body, error.reason, error.headers)
             if refusal is not None:
                 if refusal.status not in _BUSY:
@@ -221,7 +226,7 @@ class Api:
             if attempt + 1 < attempts:
                 time.sleep(pause)
         hint = "is the cluster up, and may this machine reach it (--authorized-cidr of `burnish cluster create`)?"
-        raise UnreachableError(f"{what}: {failure}; tried {attempts} times; {hint}")
+        raise UnreachableError(f"{what}: {failure}; tried {attempts} times; {hint}", failure)
 
 
 class Stream:

@@ -47,6 +47,7 @@ class Feed(threading.Thread):
                     self._list()
                 self._watch()
                 away_since = None
+                self._stopped.wait(self._api.retry.pause)  # who ends watches at once is not to be asked at once
             except StreamBrokenError:
                 self._stopped.wait(self._api.retry.pause)
             except UnreachableError as error:
@@ -54,7 +55,7 @@ class Feed(threading.Thread):
                 if time.monotonic() - away_since > self._patience:
                     self._put(error)
                     return
-                self._put(Change(self._resource, "AWAY", text=str(error)))
+                self._put(Change(self._resource, "AWAY", text=error.why))
                 self._stopped.wait(self._api.retry.pause)
             except RefusedError as error:
                 if error.status == GONE:

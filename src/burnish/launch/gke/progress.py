@@ -77,7 +77,7 @@ class Progress:
 
     def take_in(self, change: Change) -> None:
         if change.kind == "AWAY":
-            self._pending.append(f"{change.text}; trying on")
+            self._pending.append(f"the API server does not answer, trying on: {change.text}")
         elif change.kind == "DENIED":
             self._pending.append(f"{change.text}; what it would tell is left out")
         elif change.resource == JOBSETS:

@@ -12,11 +12,15 @@ class Resource:
     group: str = ""
     version: str = "v1"
 
+    @property
+    def singular(self) -> str:
+        return self.plural.removesuffix("s")
 
-PODS = Resource("pod")
-EVENTS = Resource("event")
-SECRETS = Resource("secret")
-NODES = Resource("node")
+
+PODS = Resource("pods")
+EVENTS = Resource("events")
+SECRETS = Resource("secrets")
+NODES = Resource("nodes")
 JOBS = Resource("jobs", "batch", "v1")
 JOBSETS = Resource("jobsets", "jobset.x-k8s.io", "v1alpha2")
 WORKLOADS = Resource("workloads", "kueue.x-k8s.io", "v1beta2")
