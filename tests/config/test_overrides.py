@@ -4,7 +4,15 @@ import pytest
 
 from burnish.config.errors import ConfigError
 from burnish.config.overrides import load_config
-from burnish.config.schema import ConvertConfig, EvalConfig, ExportConfig, GenerateConfig, RunConfig
+from burnish.config.schema import (
+    ConvertConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    JobLogsConfig,
+    JobSubmitConfig,
+    RunConfig,
+)
 from burnish.errors import BurnishError
 
 
@@ -219,3 +227,33 @@ def test_words_without_a_name_fill_the_options_that_a_command_says():
         load_config(ConvertConfig, ["a", "b", "c", "--to=hf"], positional)
     with pytest.raises(ConfigError, match="destination is required"):
         load_config(ConvertConfig, ["a", "--to=hf"], positional)
+
+
+def submit(*args: str) -> JobSubmitConfig:
+    return load_config(JobSubmitConfig, ["--name=n", "--compute-type=v6e-8", *args])
+
+
+def test_a_short_form_is_its_option():
+    assert load_config(JobLogsConfig, ["train", "-f"], ("name",)).follow
+    assert load_config(JobLogsConfig, ["-f", "train", "-o", "json"], ("name",)).output == "json"
+    assert submit("-n", "other").name == "other"
+    with pytest.raises(ConfigError, match="--name needs a value"):
+        submit("-n")
+
+
+def test_values_of_a_repeatable_option_add_up_and_a_later_one_of_a_name_wins(tmp_path):
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text("env: {A: 1, B: '2=3'}\nmount: /a:/a\n")
+    cfg = submit(str(recipe), "--env=A=x=y", "--env", "C=", "--mount=/b:/b", "--mount=[/c:/c, /d:/d]", "--env={D: 4}")
+    assert cfg.env == {"A": "x=y", "B": "2=3", "C": "", "D": "4"}
+    assert cfg.mount == ("/a:/a", "/b:/b", "/c:/c", "/d:/d")
+
+
+@pytest.mark.parametrize("text", ["--env=A", "--env==1", "--env={A: [1]}", "--env=[{A: 1}]"])
+def test_what_is_no_assignment_is_refused_without_its_text(text):
+    with pytest.raises(ConfigError, match=r"^env=… is refused: expected NAME=VALUE, may be given several times\. "):
+        submit(text)
+
+
+def test_hyphens_in_names_are_underscores():
+    assert submit("--gke-ttl-after-finished=24h").gke_ttl_after_finished == "24h"

@@ -17,6 +17,14 @@ class Command:
     positional: tuple[str, ...] = ()  # options that words without a name fill
 
 
+# Groups of commands, outer ones first: what the words before a command's own are, and what they say of themselves.
+GROUPS = {
+    "job": "Run jobs on a cluster or, as a rehearsal, on this machine.",
+    "job config": "The defaults of job commands.",
+    "cluster": "Make and delete GKE clusters with TPU slices.",
+    "vm": "Make and delete TPU virtual machines.",
+}
+
 COMMANDS = (
     Command(
         "demo",
@@ -133,5 +141,128 @@ COMMANDS = (
         ("burnish compare exported meta-llama/Llama-3.1-8B-Instruct", "burnish compare mt-format exported"),
         "burnish.checkpoints.compare_command:compare",
         positional=("first", "second"),
+    ),
+    Command(
+        "job config set",
+        "Set a default of the job commands.",
+        "Kept in burnish/job.json in your configuration directory (XDG_CONFIG_HOME, or ~/.config).",
+        ("burnish job config set project my-project", "burnish job config set backend local"),
+        "burnish.launch.commands:config_set",
+        positional=("key", "value"),
+    ),
+    Command(
+        "job config list",
+        "Show the defaults of the job commands.",
+        "What is not set is shown as empty.",
+        ("burnish job config list",),
+        "burnish.launch.commands:config_list",
+    ),
+    Command(
+        "job submit",
+        "Start a job.",
+        "The command runs on every host of every slice, or once with --pathways. What is wrong with a job is said "
+        "before anything is sent or started.",
+        (
+            "burnish job submit --name=train --compute-type=ct6e-standard-4t --topology=4x8 --image=<image> "
+            "--command='burnish train-rl …' --await-job-completion",
+            "burnish job submit --name=train --backend=local --compute-type=v6e-32 --command='burnish train-rl …'",
+            "burnish job submit job.yaml --name=again --dry-run",
+        ),
+        "burnish.launch.commands:submit",
+    ),
+    Command(
+        "job list",
+        "Show the jobs and their states.",
+        "Pending, Suspended (waiting for its queue), Running, Succeeded, Failed or Cancelled.",
+        ("burnish job list", "burnish job list --status=Running --name-contains=gemma --output=json"),
+        "burnish.launch.commands:list_jobs",
+    ),
+    Command(
+        "job logs",
+        "Show what a job has printed.",
+        "Lines begin with their host where several are shown.",
+        ("burnish job logs train", "burnish job logs train --main-only -f"),
+        "burnish.launch.commands:logs",
+        positional=("name",),
+    ),
+    Command(
+        "job describe",
+        "Show what a job is, how its hosts are and what happened to it.",
+        "Secrets are named, their values are not shown.",
+        ("burnish job describe train", "burnish job describe train --output=json"),
+        "burnish.launch.commands:describe",
+        positional=("name",),
+    ),
+    Command(
+        "job inspect",
+        "Show all that helps to find out why a job does not do what it should.",
+        "More than describe: the objects and machines around the job, and the ends of its logs.",
+        ("burnish job inspect train", "burnish job inspect train --output=json > train.json"),
+        "burnish.launch.commands:inspect",
+        positional=("name",),
+    ),
+    Command(
+        "job cancel",
+        "End a job and free its name.",
+        "A running job's processes get SIGTERM, the grace period, and SIGKILL.",
+        ("burnish job cancel train",),
+        "burnish.launch.commands:cancel",
+        positional=("name",),
+    ),
+    Command(
+        "cluster create",
+        "Make a GKE cluster with one node pool per TPU slice, JobSet, Kueue and a queue.",
+        "Says what it will make and asks. What is there already is checked and kept, so the same command goes on "
+        "where an earlier one failed or was interrupted.",
+        (
+            "burnish cluster create rl --project=my-project --location=us-east5-b --compute-type=ct6e-standard-4t "
+            "--topology=4x8 --reservation=my-reservation --bucket=my-bucket --authorized-cidr=203.0.113.7/32",
+            "burnish cluster create rl --compute-type=v6e-32 --spot --dry-run",
+        ),
+        "burnish.launch.cloud.commands:cluster_create",
+        positional=("name",),
+    ),
+    Command(
+        "cluster describe",
+        "Show a cluster: its state, its node pools, what is under way, JobSet and Kueue.",
+        "Reads only.",
+        ("burnish cluster describe rl", "burnish cluster describe rl --output=json"),
+        "burnish.launch.cloud.commands:cluster_describe",
+        positional=("name",),
+    ),
+    Command(
+        "cluster delete",
+        "Delete a cluster with its node pools and service account, and a bucket where you name it.",
+        "Says what it will delete and asks; clusters that burnish did not make are left alone.",
+        ("burnish cluster delete rl", "burnish cluster delete rl --delete-bucket=my-bucket --yes"),
+        "burnish.launch.cloud.commands:cluster_delete",
+        positional=("name",),
+    ),
+    Command(
+        "vm create",
+        "Make a TPU virtual machine and wait until it runs.",
+        "Says what it will make and asks; a machine that is there already is checked and kept.",
+        (
+            "burnish vm create rl-vm --project=my-project --zone=us-east5-b --reservation=my-reservation",
+            "burnish vm create rl-vm --machine-type=ct6e-standard-1t --spot --dry-run",
+        ),
+        "burnish.launch.cloud.commands:vm_create",
+        positional=("name",),
+    ),
+    Command(
+        "vm ssh-command",
+        "Show how to get onto a TPU virtual machine, and the environment to set there.",
+        "The environment tells the TPU runtime that the machine is a slice by itself.",
+        ("burnish vm ssh-command rl-vm", "burnish vm ssh-command rl-vm --output=json"),
+        "burnish.launch.cloud.commands:vm_ssh_command",
+        positional=("name",),
+    ),
+    Command(
+        "vm delete",
+        "Delete a TPU virtual machine with its boot disk.",
+        "Says what it will delete and asks.",
+        ("burnish vm delete rl-vm",),
+        "burnish.launch.cloud.commands:vm_delete",
+        positional=("name",),
     ),
 )

@@ -28,5 +28,6 @@ def print_help(command: Command) -> None:
         for info in infos:
             default = "required" if info.required else f"default {info.default_words}"
             values = f"[{info.type_words}; {default}]"
-            table.add_row(Text(info.name), Text.assemble(f"{info.meaning}\n", (values, "dim")))
+            name = f"{info.name} (-{info.short})" if info.short else info.name
+            table.add_row(Text(name), Text.assemble(f"{info.meaning}\n", (values, "dim")))
         console.print(table)

@@ -11,7 +11,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from burnish import __version__
-from burnish.cli.commands import COMMANDS, Command
+from burnish.cli.commands import COMMANDS, GROUPS, Command
 from burnish.errors import BurnishError
 
 
@@ -55,7 +55,12 @@ class OptionsCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from burnish.cli.help import print_help
 
-        print_help(next(command for command in COMMANDS if self.name in (command.name, command.alias)))
+        words: list[str] = []
+        while ctx.parent is not None:
+            words.insert(0, ctx.info_name)
+            ctx = ctx.parent
+        name = " ".join(words)
+        print_help(next(command for command in COMMANDS if name in (command.name, command.alias)))
 
 
 app = typer.Typer(
@@ -83,16 +88,28 @@ def _options(
     pass
 
 
-def _add(command: Command) -> None:
+def _add(command: Command, groups: Mapping[str, typer.Typer]) -> None:
     def collect(ctx: typer.Context) -> None:
         ctx.obj.append(Job(command, tuple(ctx.args)))
 
     for name in filter(None, (command.name, command.alias)):
-        app.command(name, cls=OptionsCommand, help=command.summary, hidden=name == command.alias)(collect)
+        group, _, word = name.rpartition(" ")
+        groups[group].command(word, cls=OptionsCommand, help=command.summary, hidden=name == command.alias)(collect)
 
 
+def _with_groups() -> dict[str, typer.Typer]:
+    """The groups of commands by name, each in the one that its name begins with; "" is the program itself."""
+    groups = {"": app}
+    for name, summary in GROUPS.items():
+        outer, _, word = name.rpartition(" ")
+        groups[name] = typer.Typer(no_args_is_help=True)
+        groups[outer].add_typer(groups[name], name=word, help=summary)
+    return groups
+
+
+_groups = _with_groups()
 for _command in COMMANDS:
-    _add(_command)
+    _add(_command, _groups)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

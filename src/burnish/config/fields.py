@@ -17,6 +17,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined, core_schema
 
 SECTIONS = (
+    "Job",
+    "Hosts",
+    "Environment",
+    "Ends and restarts",
+    "Cluster objects",
+    "Pathways",
+    "Cluster",
+    "Machine",
+    "Network",
+    "Where",
     "Prompts",
     "Model",
     "Export",
@@ -35,6 +45,7 @@ SECTIONS = (
     "Optimizer",
     "Compute",
     "Devices and other engines",
+    "Output",
 )
 
 
@@ -45,10 +56,25 @@ class Options(BaseModel):
     section: ClassVar[str] = ""
 
 
-def option(default: Any, meaning: str, *, unit: str = "", default_words: str = "", **constraints: Any) -> Any:
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    default_words: str = "",
+    short: str = "",
+    repeatable: bool = False,
+    **constraints: Any,
+) -> Any:
     """A field. `meaning` is one sentence without its full stop; `default_words` says a default that is
-    computed; `constraints` are pydantic's (ge, gt, le, lt, default_factory)."""
-    extra: dict[str, Any] = {"unit": unit, "default_words": default_words}
+    computed; `short` is its letter (-f); what a `repeatable` list or mapping is given several times adds up;
+    `constraints` are pydantic's (ge, gt, le, lt, default_factory)."""
+    extra: dict[str, Any] = {
+        "unit": unit,
+        "default_words": default_words,
+        "short": short,
+        "repeatable": repeatable,
+    }
     if "default_factory" not in constraints:
         constraints["default"] = default
     return Field(description=meaning, json_schema_extra=extra, **constraints)
@@ -113,8 +139,21 @@ class OptionInfo:
         return self.field.description or ""
 
     @property
+    def _extra(self) -> dict[str, Any]:
+        return typing.cast(dict[str, Any], self.field.json_schema_extra)
+
+    @property
     def unit(self) -> str:
-        return typing.cast(dict[str, str], self.field.json_schema_extra)["unit"]
+        return self._extra["unit"]
+
+    @property
+    def short(self) -> str:
+        """The letter of its short form, "" for none."""
+        return self._extra["short"]
+
+    @property
+    def repeatable(self) -> bool:
+        return self._extra["repeatable"]
 
     @property
     def single_device(self) -> OneDevice | None:
@@ -126,8 +165,7 @@ class OptionInfo:
 
     @property
     def default_words(self) -> str:
-        words = typing.cast(dict[str, str], self.field.json_schema_extra)["default_words"]
-        if words:
+        if words := self._extra["default_words"]:
             return words
         return "required" if self.required else value_words(self.field.default)
 
@@ -139,6 +177,8 @@ class OptionInfo:
             words = device.words
         else:
             words = _type_words(self.field.annotation, _metadata(self.field))
+        if self.repeatable:
+            words = {"mapping": "NAME=VALUE", "list of texts": "text"}[words] + ", may be given several times"
         return f"{words} ({self.unit})" if self.unit else words
 
 
@@ -168,6 +208,17 @@ def container_opening(field: FieldInfo) -> str:
         if origin in (tuple, dict):
             return "[" if origin is tuple else "{"
     return ""
+
+
+def assigned(value: Any) -> Any:
+    """The mapping of a sequence of NAME=VALUE texts and (name, value) pairs, of which a later one wins; for a
+    validator before that of a dict. Raises ValueError where a text has no name."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    pairs = [item.partition("=")[::2] if isinstance(item, str) and "=" in item else item for item in value]
+    if not all(isinstance(pair, tuple) and pair[0] for pair in pairs):
+        raise ValueError("expected NAME=VALUE")
+    return dict(pairs)
 
 
 def value_words(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""Reads a command line into a config: recipe files, then key=value, --key=value, --key value or --flag.
+"""Reads a command line into a config: recipe files, then key=value, --key=value, --key value, --flag or -f.
 
 Every value is taken as the text that was typed, in recipes too, and converted by the option's own type. So a
 run named 2024-01-01 stays a text, 2e-5 is a number, and YAML's older rules (dates, base 60) never apply.
-Later values win, a command line over its recipes; an unknown key is an error that names the nearest ones.
+Later values win, a command line over its recipes; those of a repeatable option add up. An unknown key is an error
+that names the nearest ones.
 """
 
 import difflib
@@ -40,7 +41,8 @@ def load_config(cls: type[Config], args: Sequence[str], positional: Sequence[str
     for name, value in _assignments(args, cls, infos, positional):
         if name not in infos:
             raise ConfigError(_unknown(name, cls, infos))
-        given[name] = _converted(infos[name], value)
+        converted = _converted(infos[name], value)
+        given[name] = (*given.get(name, ()), *_items(converted)) if infos[name].repeatable else converted
     token = os.environ.get("HF_TOKEN")
     if token and "hf_access_token" in infos and given.get("hf_access_token") is None:
         given["hf_access_token"] = token
@@ -56,8 +58,10 @@ def _assignments(
     """(dotted name, value as text, list or mapping) in order; recipes come before everything else."""
     pending: list[tuple[str, Any]] = []
     rest, unnamed = list(args), list(positional)
+    letters = {f"-{info.short}": f"--{info.name}" for info in infos.values() if info.short}
     while rest:
         token = rest.pop(0)
+        token = letters.get(token, token)
         if match := _ASSIGNMENT.fullmatch(token):
             pending.append((match[1].replace("-", "_"), match[2]))
         elif match := _SWITCH.fullmatch(token):
@@ -153,6 +157,13 @@ def _converted(info: OptionInfo, value: Any) -> Any:
     return value
 
 
+def _items(value: Any) -> Iterable[Any]:
+    """What one value of a repeatable option adds to the others."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return value if isinstance(value, list) else (value,)
+
+
 def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in given.items():
@@ -211,7 +222,7 @@ def _prefixes(name: str) -> Iterator[str]:
 def _problem(kind: str, info: OptionInfo, given: Mapping[str, Any]) -> str:
     if kind == "missing":
         return f"{info.name} is required: {info.meaning}"
-    value = "…" if info.name == "hf_access_token" else value_words(given[info.name])
+    value = "…" if info.name == "hf_access_token" or info.repeatable else value_words(given[info.name])
     device = info.single_device
     if kind == "not_supported_yet" and device is not None:
         return f"{info.name}={value} is not supported yet ({device.why}); accepted: {device.words}"

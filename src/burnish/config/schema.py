@@ -9,6 +9,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from burnish.config.cloud import (
+    ClusterAccessOptions,
+    ClusterNodesOptions,
+    ClusterPartsOptions,
+    ClusterPlaceOptions,
+    ConfirmOptions,
+    DryRunOptions,
+    VmMachineOptions,
+    VmNameOptions,
+)
 from burnish.config.fields import AllOrCount, Options, option
 from burnish.config.groups import (
     AlgorithmOptions,
@@ -35,6 +45,18 @@ from burnish.config.groups import (
     TrainStepOptions,
     WeightsOptions,
     check_divides,
+)
+from burnish.config.jobs import (
+    JobClusterObjectsOptions,
+    JobDescriptionOptions,
+    JobDryRunOptions,
+    JobEndOptions,
+    JobEnvironmentOptions,
+    JobHostsOptions,
+    JobNameOptions,
+    JobOutputOptions,
+    JobPathwaysOptions,
+    JobPlaceOptions,
 )
 
 
@@ -288,6 +310,100 @@ class DemoConfig(CommandConfig):
     )
 
 
+class JobSubmitConfig(
+    CommandConfig,
+    JobDescriptionOptions,
+    JobHostsOptions,
+    JobEnvironmentOptions,
+    JobEndOptions,
+    JobClusterObjectsOptions,
+    JobPathwaysOptions,
+    JobDryRunOptions,
+):
+    """Options of job submit."""
+
+    @model_validator(mode="after")
+    def _waiting_is_asked_for(self) -> Self:
+        if self.await_timeout is not None and not self.await_job_completion:
+            raise ValueError("--await-timeout limits the waiting; give --await-job-completion, too")
+        return self
+
+
+class JobListConfig(CommandConfig, JobPlaceOptions):
+    """Options of job list."""
+
+    section: ClassVar[str] = "Job"
+
+    status: Literal["Pending", "Suspended", "Running", "Succeeded", "Failed", "Cancelled"] | None = option(
+        None, "Show only jobs in this state", default_words="all"
+    )
+    name_contains: str = option("", "Show only jobs whose name has this in it")
+
+
+class JobLogsConfig(CommandConfig, JobNameOptions):
+    """Options of job logs."""
+
+    section: ClassVar[str] = "Output"
+
+    follow: bool = option(False, "Go on, through restarts, until the job has ended", short="f")
+    main_only: bool = option(False, "Show only the first host of the first slice; with Pathways, the head")
+
+
+class JobNameConfig(CommandConfig, JobNameOptions):
+    """Options of job describe, job cancel and job inspect."""
+
+
+class JobConfigSetConfig(CommandConfig, JobOutputOptions):
+    """Options of job config set."""
+
+    section: ClassVar[str] = "Where"
+
+    key: str = option(..., "What is set: project, cluster, location, namespace or backend")
+    value: str = option(..., "Its value; an empty one unsets it")
+
+
+class JobConfigListConfig(CommandConfig, JobOutputOptions):
+    """Options of job config list."""
+
+
+class ClusterCreateConfig(
+    CommandConfig,
+    ClusterPlaceOptions,
+    ClusterNodesOptions,
+    ClusterAccessOptions,
+    ClusterPartsOptions,
+    ConfirmOptions,
+    DryRunOptions,
+):
+    """Options of cluster create."""
+
+
+class ClusterDescribeConfig(CommandConfig, ClusterPlaceOptions):
+    """Options of cluster describe."""
+
+
+class ClusterDeleteConfig(CommandConfig, ClusterPlaceOptions, ConfirmOptions):
+    """Options of cluster delete."""
+
+    section: ClassVar[str] = "Cluster"
+
+    delete_bucket: str | None = option(
+        None, "Bucket to delete as well, with all that is in it", default_words="none: buckets stay, and cost"
+    )
+
+
+class VmCreateConfig(CommandConfig, VmNameOptions, VmMachineOptions, ConfirmOptions, DryRunOptions):
+    """Options of vm create."""
+
+
+class VmSshConfig(CommandConfig, VmNameOptions):
+    """Options of vm ssh-command."""
+
+
+class VmDeleteConfig(CommandConfig, VmNameOptions, ConfirmOptions):
+    """Options of vm delete."""
+
+
 COMMANDS: dict[str, type[CommandConfig]] = {
     "demo": DemoConfig,
     "train-rl": RunConfig,
@@ -300,4 +416,18 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "convert": ConvertConfig,
     "inspect": InspectConfig,
     "compare": CompareConfig,
+    "job config set": JobConfigSetConfig,
+    "job config list": JobConfigListConfig,
+    "job submit": JobSubmitConfig,
+    "job list": JobListConfig,
+    "job logs": JobLogsConfig,
+    "job describe": JobNameConfig,
+    "job inspect": JobNameConfig,
+    "job cancel": JobNameConfig,
+    "cluster create": ClusterCreateConfig,
+    "cluster describe": ClusterDescribeConfig,
+    "cluster delete": ClusterDeleteConfig,
+    "vm create": VmCreateConfig,
+    "vm ssh-command": VmSshConfig,
+    "vm delete": VmDeleteConfig,
 }

@@ -1,0 +1,260 @@
+"""Jobs as JobSets of a Kubernetes cluster: submitted, watched, read and cancelled through its API server.
+
+The cluster keeps all there is to know; nothing is written on this machine. The API server is asked for only when a
+method needs it, so that a plan can be made without a cluster and without the packages of the extra `gke`.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cached_property
+from queue import Empty, Queue
+from typing import Any
+
+from burnish.launch.errors import LaunchError
+from burnish.launch.gke.api import Api, RefusedError
+from burnish.launch.gke.connect import connect
+from burnish.launch.gke.diagnosis import description, diagnosis
+from burnish.launch.gke.feeds import Feed
+from burnish.launch.gke.logs import followed, written_so_far
+from burnish.launch.gke.manifests import job_set, secret
+from burnish.launch.gke.names import JOBSET_NAME, OWN_LABELS, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION
+from burnish.launch.gke.progress import Progress
+from burnish.launch.gke.reading import host_order, is_main, is_of, main_job, status_of
+from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, PODS, SECRETS, WORKLOADS, Change, Resource
+from burnish.launch.gke.validate import check
+from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
+from burnish.launch.settings import Settings
+
+Object = dict[str, Any]
+Objects = list[Object]  # a name for it, since `list` is a method here
+
+_CANCELLED = 143  # exit code of a wait whose job was cancelled, as of SIGTERM
+_TIMED_OUT = 124
+_LOOK_AT_QUEUE_SECONDS = 5.0
+_SETTLE_SECONDS = 0.3  # changes that come together are told together
+
+
+class GkeBackend:
+    """backend.Backend on Kubernetes. `api`: a connection that is there already; else the settings' cluster."""
+
+    def __init__(self, settings: Settings, api: Api | None = None) -> None:
+        self._settings = settings
+        self._given_api = api
+        self._ended: dict[str, JobStatus] = {}  # jobs that were waited for: the cluster may have forgotten them
+
+    @cached_property
+    def _api(self) -> Api:
+        if self._given_api is not None:
+            return self._given_api
+        return connect(self._settings)
+
+    def plan(self, spec: JobSpec) -> Objects:
+        manifest = job_set(spec).manifest()
+        check(manifest)
+        hidden = secret(spec)
+        if hidden is None:
+            return [manifest]
+        without_values = hidden.manifest()
+        without_values["stringData"] = dict.fromkeys(without_values["stringData"], "<not shown>")
+        return [manifest, without_values]
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        manifest = self.plan(spec)[0]
+        submission = uuid.uuid4().hex
+        manifest["metadata"]["annotations"] = {SUBMISSION: submission}
+        created = self._create(manifest, submission)
+        hidden = secret(spec, owner_uid=created["metadata"]["uid"])
+        if hidden is not None:
+            try:
+                self._create_secret(hidden.manifest())
+            except BaseException:
+                with suppress(LaunchError):
+                    self._api.delete(JOBSETS, spec.name)  # its pods would wait for the Secret for ever
+                raise
+        return status_of(created, [], [])
+
+    def list(self) -> list[JobStatus]:
+        jobsets, _ = self._api.list(JOBSETS, labels=OWN_SELECTOR)
+        pods, _ = self._api.list(PODS, labels=OWN_SELECTOR)
+        jobs, _ = self._api.list(JOBS, labels=OWN_SELECTOR)
+        statuses = [
+            status_of(jobset, [pod for pod in pods if is_of(pod, jobset)], [job for job in jobs if is_of(job, jobset)])
+            for jobset in jobsets
+        ]
+        return sorted(statuses, key=lambda status: (status.created, status.name))
+
+    def status(self, name: str) -> JobStatus:
+        try:
+            jobset = self._jobset(name)
+        except LaunchError:
+            if name in self._ended:
+                return self._ended[name]
+            raise
+        return status_of(jobset, self._pods(jobset), self._jobs(jobset))
+
+    def describe(self, name: str) -> Object:
+        return description(self._api, self._jobset(name))
+
+    def inspect(self, name: str) -> Object:
+        return diagnosis(self._api, self._jobset(name))
+
+    def logs(self, name: str, *, follow: bool = False, main_only: bool = False) -> Iterator[LogLine]:
+        jobset = self._jobset(name)
+        main = main_job(jobset)
+
+        def wanted(pod: Object) -> bool:
+            return not main_only or is_main(pod, main)
+
+        if follow:
+            return followed(self._api, jobset, wanted)
+        return written_so_far(self._api, [pod for pod in self._pods(jobset) if wanted(pod)])
+
+    def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
+        jobset = self._jobset(name)
+        progress = Progress(jobset)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        changes, stop = self._feeds(jobset)
+        queue, next_look = jobset["metadata"].get("labels", {}).get(QUEUE_LABEL), 0.0
+        try:
+            while True:
+                _take_in(changes, progress, deadline)
+                status = progress.status()
+                if queue and status.state is JobState.SUSPENDED and time.monotonic() >= next_look:
+                    progress.place = self._api.place_in_queue(queue, jobset["metadata"]["uid"])
+                    next_look = time.monotonic() + _LOOK_AT_QUEUE_SECONDS
+                if status.state.is_final:
+                    # That it has ended may have been told before how it has: what is left is read once more.
+                    progress.take_in(Change(PODS, "LISTED", tuple(self._pods(jobset))))
+                    progress.take_in(Change(JOBS, "LISTED", tuple(self._jobs(jobset))))
+                    status = progress.status()
+                for text in progress.news():
+                    if on_event is not None:
+                        on_event(Event(datetime.now(UTC), text))
+                if status.state.is_final:
+                    return self._end(status)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"job {name} has not ended within {timeout:g} s; it goes on", exit_code=_TIMED_OUT
+                    )
+        finally:
+            stop()
+
+    def cancel(self, name: str) -> JobStatus:
+        status = self.status(name)
+        try:
+            self._api.delete(JOBSETS, name)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+        if status.state.is_final:
+            return status
+        return replace(status, state=JobState.CANCELLED, completed=datetime.now(UTC), reason="cancelled")
+
+    def _create(self, manifest: Object, submission: str) -> Object:
+        name = manifest["metadata"]["name"]
+        try:
+            return self._api.create(JOBSETS, manifest)
+        except RefusedError as error:
+            if error.status != 409:
+                raise
+        # The server may have made it on an attempt whose answer was lost.
+        found = self._jobset(name)
+        if found["metadata"].get("annotations", {}).get(SUBMISSION) == submission:
+            return found
+        raise LaunchError(
+            f"--name={name}: there is a job of that name already; take another, or `burnish job cancel {name}`"
+        )
+
+    def _create_secret(self, manifest: Object) -> None:
+        name = manifest["metadata"]["name"]
+        uid = manifest["metadata"]["ownerReferences"][0]["uid"]
+        for attempt in range(self._api.retry.attempts):
+            try:
+                self._api.create(SECRETS, manifest)
+                return
+            except RefusedError as error:
+                if error.status != 409:
+                    raise
+            found = self._api.get(SECRETS, name)
+            owners = found["metadata"].get("ownerReferences", [])
+            if any(owner["uid"] == uid for owner in owners):
+                return
+            if not any(owner["kind"] == "JobSet" for owner in owners):
+                raise LaunchError(
+                    f"Secret {name} is there already and belongs to no job; delete it or take another --name"
+                )
+            time.sleep(self._api.retry.pause_after(attempt))  # of an earlier job, about to be deleted with it
+        raise LaunchError(f"Secret {name} of an earlier job of that name is still being deleted; submit again later")
+
+    def _jobset(self, name: str) -> Object:
+        try:
+            found = self._api.get(JOBSETS, name)
+        except RefusedError as error:
+            if error.status != 404 or "not found" not in str(error):
+                raise
+            raise LaunchError(
+                f"there is no job {name} in namespace {self._api.namespace}; `burnish job list` shows those that "
+                "there are, and finished ones are forgotten after their --gke-ttl-after-finished"
+            ) from None
+        if not OWN_LABELS.items() <= found["metadata"].get("labels", {}).items():
+            raise LaunchError(f"--name={name}: there is a JobSet of that name which burnish has not made; take another")
+        return found
+
+    def _pods(self, jobset: Object) -> Objects:
+        return sorted(self._of(PODS, jobset), key=host_order)
+
+    def _jobs(self, jobset: Object) -> Objects:
+        return self._of(JOBS, jobset)
+
+    def _of(self, resource: Resource, jobset: Object) -> Objects:
+        found, _ = self._api.list(resource, labels=f"{JOBSET_NAME}={jobset['metadata']['name']}")
+        return [item for item in found if is_of(item, jobset)]
+
+    def _end(self, status: JobStatus) -> int:
+        self._ended[status.name] = status
+        if status.state is JobState.CANCELLED:
+            return _CANCELLED
+        return status.exit_code or (0 if status.state is JobState.SUCCEEDED else 1)
+
+    def _feeds(self, jobset: Object) -> tuple["Queue[Change | LaunchError]", Callable[[], None]]:
+        """Feeds of everything that tells of a job, running, and the function that ends them."""
+        changes: Queue[Change | LaunchError] = Queue()
+        name = jobset["metadata"]["name"]
+        own = f"{JOBSET_NAME}={name}"
+        feeds = [
+            Feed(self._api, JOBSETS, changes, fields=f"metadata.name={name}"),
+            Feed(self._api, PODS, changes, labels=own),
+            Feed(self._api, JOBS, changes, labels=own),
+            Feed(self._api, EVENTS, changes, optional=True),
+        ]
+        if QUEUE_LABEL in jobset["metadata"].get("labels", {}):
+            feeds += [Feed(self._api, WORKLOADS, changes, optional=True)]
+        for feed in feeds:
+            feed.start()
+
+        def stop() -> None:
+            for feed in feeds:
+                feed.stop()
+
+        return changes, stop
+
+
+def _take_in(changes: "Queue[Change | LaunchError]", progress: Progress, deadline: float | None) -> None:
+    """Waits for a change and takes in those that come with it."""
+    patience = 1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.01), 1.0)
+    try:
+        change = changes.get(timeout=patience)
+        latest = time.monotonic() + 5 * _SETTLE_SECONDS
+        while True:
+            if isinstance(change, LaunchError):
+                raise change
+            progress.take_in(change)
+            if time.monotonic() > latest:
+                return
+            change = changes.get(timeout=_SETTLE_SECONDS)
+    except Empty:
+        return

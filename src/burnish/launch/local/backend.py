@@ -1,0 +1,219 @@
+"""Jobs as processes of this machine. Nothing runs in the background but the jobs' own supervisors: every call reads
+what they have written, and jobs that ended long enough ago are removed on the way."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from burnish.launch.errors import LaunchError
+from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
+from burnish.launch.local.groups import end_groups
+from burnish.launch.local.plan import base_environment, make_plan
+from burnish.launch.local.state import JobDirectory, all_jobs, create, forget, open_job
+
+POLL_SECONDS = 0.1
+WAITED_TOO_LONG = 124
+_SHOWN_LINES = 20
+
+
+class LocalBackend:
+    """The interface is backend.Backend."""
+
+    def plan(self, spec: JobSpec) -> list[dict[str, Any]]:
+        return [make_plan(spec, os.getcwd())]
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        plan = make_plan(spec, os.getcwd())
+        if shutil.which("bash") is None:
+            raise LaunchError("--command is run by bash, which is not on PATH here")
+        self.list()  # a name whose time has passed is free
+        hosts = [host["host"] for host in plan["hosts"]]
+        job, lock = create(spec.name, {"plan.json": plan, "spec.json": spec.public()}, hosts)
+        try:
+            _start_supervisor(job, lock, spec)
+        finally:
+            os.close(lock)
+        return job.status()
+
+    def list(self) -> list[JobStatus]:
+        statuses = []
+        for job in all_jobs():
+            with contextlib.suppress(FileNotFoundError):
+                statuses.append(job.status())
+        return sorted(statuses, key=lambda status: status.created)
+
+    def status(self, name: str) -> JobStatus:
+        with _while_there(name) as job:
+            return job.status()
+
+    def describe(self, name: str) -> dict[str, Any]:
+        with _while_there(name) as job:
+            status, values = job.status(), job.read("status.json")
+            groups, running = job.groups(), job.running_groups()
+            hosts = [
+                {
+                    "host": host,
+                    "process": groups[host].pid if host in groups else None,
+                    "running": host in running,
+                    "exit_code": code,
+                    "log": str(job.log(host)),
+                }
+                for host, code in values["exit_codes"].items()
+            ]
+            return {
+                "name": name,
+                "backend": "local",
+                **{key: values[key] for key in ("state", "created", "completed", "restarts", "exit_code")},
+                "reason": status.reason,
+                "spec": job.read("spec.json"),
+                "hosts": hosts,
+                "events": [{"time": event.time.isoformat(), "text": event.text} for event in job.events()],
+            }
+
+    def logs(self, name: str, *, follow: bool = False, main_only: bool = False) -> Iterator[LogLine]:
+        with _while_there(name) as job:
+            hosts = [host["host"] for host in job.read("plan.json")["hosts"]]
+            files = [_LogFile(host, job.log(host)) for host in (hosts[:1] if main_only else hosts)]
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+            for file in files:
+                stack.callback(file.close)
+            while True:
+                ended = not follow or job.status().state.is_final  # asked first: what is written after is read below
+                for file in files:
+                    yield from file.lines(ended)
+                if ended:
+                    return
+                time.sleep(POLL_SECONDS)
+
+    def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        seen = 0
+        with _while_there(name) as job:
+            while True:
+                status = job.status()
+                events = job.events()
+                if on_event is not None:
+                    for event in events[seen:]:
+                        on_event(event)
+                seen = len(events)
+                if status.state is JobState.SUCCEEDED:
+                    return 0
+                if status.state.is_final:
+                    return status.exit_code or 1
+                if deadline is not None and time.monotonic() > deadline:
+                    words = f"job {name} has not ended after {timeout:g} s; it goes on"
+                    raise LaunchError(words, exit_code=WAITED_TOO_LONG)
+                time.sleep(POLL_SECONDS)
+
+    def cancel(self, name: str) -> JobStatus:
+        with _while_there(name) as job:
+            status, grace = job.status(), job.read("plan.json")["grace_seconds"]
+            if status.state.is_final:
+                end_groups(job.running_groups().values(), grace)
+                forget(job, status)
+                return status
+            job.ask_to_cancel()
+            deadline = time.monotonic() + grace + 30
+            while not (status := job.status()).state.is_final:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"job {name} does not end; what watches over it hangs: burnish job inspect {name} shows more"
+                    )
+                time.sleep(POLL_SECONDS)
+            return status
+
+    def inspect(self, name: str) -> dict[str, Any]:
+        with _while_there(name) as job:
+            described = self.describe(name)
+            disk = shutil.disk_usage(job.path)
+            logs = {host["host"]: _tail(Path(host["log"])) for host in described["hosts"]}
+            return described | {
+                "directory": str(job.path),
+                "plan": job.read("plan.json"),
+                "supervisor": {"running": job.is_supervised(), "log": _tail(job.supervisor_log)},
+                "logs": logs,
+                "machine": {
+                    "cpus": os.cpu_count(),
+                    "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                    "disk_free_bytes": disk.free,
+                    "python": sys.executable,
+                },
+            }
+
+
+class _LogFile:
+    """The lines of a host's log, as it grows."""
+
+    def __init__(self, host: str, path: Path) -> None:
+        self._host, self._path = host, path
+        self._file: Any = None
+        self._rest = b""
+
+    def lines(self, to_the_end: bool) -> Iterator[LogLine]:
+        """The whole lines that have come since; `to_the_end` also what has no line end."""
+        if self._file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = open(self._path, "rb")  # noqa: SIM115 (closed by close)
+        while self._file is not None and (chunk := self._file.read(1 << 16)):
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            for line in whole:
+                yield self._line(line)
+        if to_the_end and self._rest:
+            yield self._line(self._rest)
+            self._rest = b""
+
+    def _line(self, line: bytes) -> LogLine:
+        return LogLine(self._host, line.decode("utf-8", errors="replace").removesuffix("\r"))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _while_there(name: str) -> Iterator[JobDirectory]:
+    """The job. One that is removed meanwhile is an error of the user's."""
+    job = open_job(name)
+    try:
+        yield job
+    except FileNotFoundError:
+        if job.path.exists():
+            raise
+        raise LaunchError(f"{name}: the job was removed meanwhile") from None
+
+
+def _start_supervisor(job: JobDirectory, lock: int, spec: JobSpec) -> None:
+    """Starts the program that runs the job. The secrets go to it through a pipe."""
+    with open(job.supervisor_log, "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "burnish.launch.local.supervisor", str(job.path), str(lock)],
+            env=base_environment(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    with contextlib.suppress(BrokenPipeError):
+        process.communicate(json.dumps(dict(spec.secret_env)).encode())
+    if process.returncode:
+        words = "; ".join(_tail(job.supervisor_log)[-1:]) or f"exit code {process.returncode}"
+        job.remove()
+        raise LaunchError(f"job {spec.name} cannot be started: {words}")
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines of a log."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
+    except FileNotFoundError:
+        return []
