@@ -1,9 +1,9 @@
 """Makes the reference arrays of tests/references/ with transformers and torch, which burnish itself never
 needs.
 
-    python tests/models/make_references.py [SmolLM2-135M-Instruct directory]
+    python tests/models/make_references.py [SmolLM2-135M-Instruct directory [Gemma 3 270M directory]]
 
-Needs torch and transformers. With the directory, the references on real weights are made too.
+Needs torch and transformers. With the directories, the references on real weights are made too.
 """
 
 import sys
@@ -17,11 +17,13 @@ from llama_variants import VARIANTS, probe_tokens, random_tensors, variant_confi
 
 REFERENCES = Path(__file__).parents[1] / "references"
 
-SMOLLM2_TEXTS = (
+TEXTS = (
     "The quick brown fox jumps over the lazy dog. Then it",
     "Question: Tom has 12 apples and buys 30 more. How many apples does he have?\nAnswer:",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
 )
+GEMMA3_TEXTS = (*TEXTS, " ".join(f"{n} plus {n} is {2 * n}." for n in range(60)))
+"""The last one is longer than the window of 512."""
 
 
 def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
@@ -96,16 +98,17 @@ def _as_in_the_file(config, tensors, grads):
     return arrays
 
 
-def smollm2_references(directory: Path) -> dict[str, np.ndarray]:
+def real_references(directory: Path, texts: tuple[str, ...]) -> dict[str, np.ndarray]:
     """For each text: its ids, and at every position the ten highest logits and the log-sum-exp of all."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     arrays = {}
-    for i, text in enumerate(SMOLLM2_TEXTS):
+    for i, text in enumerate(texts):
         ids = np.array(tokenizer(text)["input_ids"], np.int32)
         logits = transformers_logits(directory, ids[None])[0]
-        top = np.argsort(-logits, axis=-1)[:, :10]
+        top = np.argpartition(-logits, 10, axis=-1)[:, :10]
+        top = np.take_along_axis(top, np.argsort(-np.take_along_axis(logits, top, -1), axis=-1), -1)
         highest = logits.max(-1)
         arrays[f"ids_{i}"] = ids
         arrays[f"top_ids_{i}"] = top.astype(np.int32)
@@ -123,4 +126,6 @@ if __name__ == "__main__":
         **{name: gradient_sketch(family_gradients(name)) for name in ONE_OF_EACH},
     )
     if len(sys.argv) > 1:
-        np.savez_compressed(REFERENCES / "smollm2_135m.npz", **smollm2_references(Path(sys.argv[1])))
+        np.savez_compressed(REFERENCES / "smollm2_135m.npz", **real_references(Path(sys.argv[1]), TEXTS))
+    if len(sys.argv) > 2:
+        np.savez_compressed(REFERENCES / "gemma3_270m.npz", **real_references(Path(sys.argv[2]), GEMMA3_TEXTS))

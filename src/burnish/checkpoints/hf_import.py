@@ -58,8 +58,8 @@ def resolve(path_or_hub_id: str, token: str | None = None, weights: bool = True)
         raise CheckpointError(f"{local} is a file; give the directory that holds config.json and the weights")
     if "://" in path_or_hub_id:
         raise CheckpointError(
-            f"{path_or_hub_id} holds no MaxText and no training checkpoint; Hugging Face directories are read from this "
-            "machine: copy it here first"
+            f"{path_or_hub_id} holds no MaxText and no training checkpoint; Hugging Face directories are read from "
+            "this machine: copy it here first"
         )
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"{path_or_hub_id} is no directory on this machine and no hub id (owner/name)")
