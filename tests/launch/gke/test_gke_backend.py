@@ -174,18 +174,27 @@ def test_a_job_whose_secret_cannot_be_made_does_not_stay(backend: GkeBackend, cl
 
 
 def test_the_exit_code_is_the_containers(backend: GkeBackend, cluster: Cluster) -> None:
-    backend.submit(slice_job("sleep 0.$JOB_COMPLETION_INDEX; exit $((40 + JOB_COMPLETION_INDEX))"))
+    backend.submit(slice_job("[ $JOB_COMPLETION_INDEX = 1 ] || sleep 30; exit 41"))
     waiting = Waiting(backend)
-    assert waiting.end() == 40
-    assert waiting.says("main-job-0-0 ended with exit code 40")
-    assert backend.status("job").reason == "main-job-0-0 ended with exit code 40"
+    assert waiting.end() == 41
+    assert waiting.says("main-job-0-1 ended with exit code 41")
+    assert backend.status("job").reason == "main-job-0-1 ended with exit code 41"
 
 
-def test_a_failed_job_is_restarted_as_often_as_asked(backend: GkeBackend) -> None:
-    backend.submit(job("echo attempt $RESTART_ATTEMPT; sleep 0.4; exit 9", restarts=2))
+def test_a_failed_job_is_restarted_as_often_as_asked(backend: GkeBackend, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    backend.submit(job(GATE.format(gate=gate) + "exit $((7 + RESTART_ATTEMPT))", restarts=2))
     waiting = Waiting(backend)
+    until(lambda: waiting.says("main-job-0-0 runs"))
+    gate.touch()
     assert waiting.end() == 9
-    assert [text for text in waiting.events if text.startswith("restart")] == ["restart 1 of 2", "restart 2 of 2"]
+    assert [text for text in waiting.events if text.startswith("restart ") or "exit code" in text] == [
+        "main-job-0-0 ended with exit code 7",
+        "restart 1 of 2",
+        "main-job-0-0 ended with exit code 8 (attempt 2)",
+        "restart 2 of 2",
+        "main-job-0-0 ended with exit code 9 (attempt 3)",
+    ]
     assert backend.status("job").restarts == 2
 
 
@@ -246,9 +255,12 @@ def test_a_wait_that_takes_too_long_leaves_the_job_alone(backend: GkeBackend) ->
     assert not backend.status("job").state.is_final
 
 
-def test_a_job_that_is_forgotten_at_once_has_still_succeeded(backend: GkeBackend) -> None:
-    backend.submit(job("sleep 0.5", ttl_seconds=0))
+def test_a_job_that_is_forgotten_at_once_has_still_succeeded(backend: GkeBackend, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    backend.submit(job(GATE.format(gate=gate), ttl_seconds=0))
     waiting = Waiting(backend)
+    until(lambda: waiting.says("main-job-0-0 runs"))
+    gate.touch()
     assert waiting.end() == 0
     assert backend.status("job").state is JobState.SUCCEEDED
 
@@ -307,12 +319,14 @@ def test_waiting_tells_of_the_queue(backend: GkeBackend, cluster: Cluster) -> No
     assert waiting.says("admitted by queue slices")
 
 
-def test_a_queue_works_without_a_view_of_kueues_objects(backend: GkeBackend, cluster: Cluster) -> None:
+def test_a_queue_works_without_a_view_of_kueues_objects(backend: GkeBackend, cluster: Cluster, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     cluster.missing_kinds = {"workloads"}
-    backend.submit(job("sleep 0.3", queue="slices"))
+    backend.submit(job(GATE.format(gate=gate), queue="slices"))
     waiting = Waiting(backend)
+    until(lambda: waiting.says("list workloads: the cluster does not know such objects"))
+    gate.touch()
     assert waiting.end() == 0
-    assert waiting.says("list workloads: the cluster does not know such objects")
 
 
 # Faults of the server.
@@ -356,12 +370,16 @@ def test_waiting_survives_a_server_that_is_away_for_a_while(
     assert waiting.end() == 0
 
 
-def test_events_that_may_not_be_seen_are_named_and_left_out(backend: GkeBackend, cluster: Cluster) -> None:
+def test_events_that_may_not_be_seen_are_named_and_left_out(
+    backend: GkeBackend, cluster: Cluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
     cluster.fail("GET .*/events", 403, times=100, message="events is forbidden")
-    backend.submit(job("sleep 0.5"))
+    backend.submit(job(GATE.format(gate=gate)))
     waiting = Waiting(backend)
+    until(lambda: waiting.says("list events: not allowed: events is forbidden"))
+    gate.touch()
     assert waiting.end() == 0
-    assert waiting.says("list events: not allowed: events is forbidden")
     assert backend.describe("job")["events"] == []
     assert "events is forbidden" in backend.inspect("job")["not_shown"][0]
 

@@ -52,7 +52,7 @@ def test_workflow_bs_commands_run_as_they_are_typed(capfd, tmp_path: Path, clust
         burnish to_maxtext hf_model_path={TINY} base_output_directory={tmp_path}/max-text-format/ scan_layers=False \\
             use_multimodal=False skip_jax_distributed_system=true checkpoint_storage_use_zarr3=0 \\
             checkpoint_storage_use_ocdbt=0 hardware=cpu --lazy_load_tensors=True
-    fi; test -n "$HF_TOKEN"; sleep 0.5"""
+    else sleep 2; fi; test -n $HF_TOKEN"""
     given = ("--name=hf-to-mt", "--num-slices=1", *SLICE, "--await-job-completion", f"--command={command}")
     code, out, err = burnish(capfd, "submit", *given)
     assert (code, out) == (0, "job hf-to-mt has succeeded\n"), err

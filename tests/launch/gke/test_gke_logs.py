@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.launch.gke.logs import LineFilter, parse_stamp
@@ -15,6 +15,7 @@ def stamp(nanoseconds: int) -> str:
     return f"2026-01-01T00:00:00{fraction}Z"
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_each_line_comes_once_however_the_readings_are_cut(data: st.DataObject, steps: list[int]) -> None:
     times = [99_999_990 + sum(steps[: index + 1]) for index in range(len(steps))]

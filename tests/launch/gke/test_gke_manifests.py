@@ -83,6 +83,7 @@ def test_secret_values_are_in_the_secret_alone(spec: JobSpec) -> None:
             assert value not in repr(hidden)
 
 
+@settings(deadline=None)
 @given(TEXTS | TEXTS.map(lambda text: f"$({text}) $${text} $" + "{X} $$$(X)"))
 def test_kubernetes_hands_a_text_on_as_it_was_written(text: str) -> None:
     def expanded(text: str, values: dict[str, str]) -> str:

@@ -57,8 +57,11 @@ class Progress:
         self._items: dict[Resource, dict[str, Object]] = {}
         self._exits: dict[str, Exit] = {}  # by the pod's uid
         self._said: set[str] = set()
-        self._pending: list[str] = []  # what took_in itself has to say
+        self._pending: list[str] = []  # of the feeds, still to be told
+        self._restarts: list[tuple[int, int, str]] = []  # as _ends, but what came after it
+        self._restarts_known = 0
         self._running_said = (0, 0)
+        self._most_running = (0, 0, "")  # attempt, how many hosts ran in it at once, one of them
 
     @property
     def pods(self) -> list[Object]:
@@ -88,8 +91,11 @@ class Progress:
     def news(self) -> list[str]:
         """Sentences on what is new, in order."""
         fresh, self._pending = self._pending, []
-        fresh += [*self._queue(), *self._restarts(), *self._events(), *self._placement(), *self._starting()]
-        fresh += [*self._running(), *self._ends()]
+        attempts = sorted(self._restarts + self._ends())
+        newest = max(map(attempt_of, self.pods), default=0)
+        fresh += [text for attempt, _, text in attempts if attempt < newest]
+        fresh += [*self._queue(), *self._events(), *self._placement(), *self._starting(), *self._running()]
+        fresh += [text for attempt, _, text in attempts if attempt >= newest]
         said = []
         for text in fresh:
             if text not in self._said:
@@ -103,6 +109,11 @@ class Progress:
         self.jobset = found or self.jobset
         # LISTED is all that there is, and a name has one JobSet: where another one is, this one is not.
         self.deleted = self.deleted or found is None or change.kind == "DELETED"
+        count = self.jobset.get("status", {}).get("restarts", 0)
+        if count > self._restarts_known:
+            most = self.jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
+            self._restarts.append((count - 1, 1, f"restart {count} of {most}"))
+            self._restarts_known = count
 
     def _take_in_items(self, change: Change) -> None:
         if change.kind == "LISTED":
@@ -118,6 +129,11 @@ class Progress:
                 known.pop(uid, None)
             else:
                 known[uid] = item
+        if change.resource == PODS:
+            running = [pod for pod in self.pods if is_running(pod)]
+            if running:
+                now = (attempt_of(running[0]), len(running), host_of(running[0]))
+                self._most_running = max(self._most_running, now)
 
     def _queue(self) -> list[str]:
         queue = self.jobset["metadata"].get("labels", {}).get(QUEUE_LABEL)
@@ -147,13 +163,6 @@ class Progress:
                 texts.append(f"number {self.place[0]} of {self.place[1]} waiting in queue {queue}")
         return texts
 
-    def _restarts(self) -> list[str]:
-        count = self.jobset.get("status", {}).get("restarts", 0)
-        most = self.jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        whole = [f"restart {count} of {most}"] if count else []
-        in_place = [(pod, container_status(pod).get("restartCount", 0)) for pod in self.pods]
-        return whole + [f"{host_of(pod)} was restarted in its place ({times})" for pod, times in in_place if times]
-
     def _events(self) -> list[str]:
         return [
             f"{event['reason']}: {' '.join(event.get('message', '').split())}"
@@ -181,6 +190,8 @@ class Progress:
             trouble = trouble_starting(pod)
             if trouble is not None:
                 texts.append(f"{host_of(pod)} does not start: {trouble}")
+            elif times := container_status(pod).get("restartCount", 0):
+                texts.append(f"{host_of(pod)} was restarted in its place ({times})")
             elif not is_running(pod) and not has_ended(pod) and (image := self._pulls(pod)):
                 pulling.setdefault(image, []).append(host_of(pod))
         texts += [
@@ -198,25 +209,30 @@ class Progress:
         return None
 
     def _running(self) -> list[str]:
-        pods = self.pods
-        running = sum(map(is_running, pods))
-        attempt = max(map(attempt_of, pods), default=0)
+        attempt, running, host = self._most_running
         if not running or (attempt, running) <= self._running_said:
             return []
         self._running_said = (attempt, running)
-        if len(pods) == 1:
-            text = f"{host_of(pods[0])} runs"
+        hosts = self._hosts
+        if hosts == 1:
+            text = f"{host} runs"
         else:
-            text = f"all {running} hosts run" if running == len(pods) else f"{running} of {len(pods)} hosts run"
+            text = f"all {running} hosts run" if running == hosts else f"{running} of {hosts} hosts run"
         self._said.discard(text)  # it may be true again after a restart
         return [text]
 
-    def _ends(self) -> list[str]:
-        # One process that fails takes the others with it: only the cause is worth a sentence.
+    @property
+    def _hosts(self) -> int:
+        """How many pods the job has when all are there."""
+        jobs = self.jobset["spec"]["replicatedJobs"]
+        return sum(job["replicas"] * job["template"]["spec"]["completions"] for job in jobs)
+
+    def _ends(self) -> list[tuple[int, int, str]]:
+        """Number of each attempt that has ended, 0, and what ended it. One process that fails takes the others with
+        it: only the cause is told."""
         exits = sorted(self._exits.values(), key=lambda item: item.weight)
-        texts = []
-        for attempt in sorted({item.attempt for item in exits}):
-            failed = [item for item in exits if item.attempt == attempt and item.code]
-            if failed:
-                texts.append(f"{failed[0].words}{f' (attempt {attempt + 1})' if attempt else ''}")
-        return texts
+        ends = []
+        for attempt in sorted({item.attempt for item in exits if item.code}):
+            cause = next(item for item in exits if item.attempt == attempt and item.code)
+            ends.append((attempt, 0, f"{cause.words}{f' (attempt {attempt + 1})' if attempt else ''}"))
+        return ends
