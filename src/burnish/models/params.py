@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from burnish.models.spec import ModelSpec
+from burnish.parallel import rules
 
 Params = dict[str, Any]
 Init = Literal["normal", "output", "ones", "zeros"]
@@ -145,6 +147,15 @@ def init_params(spec: ModelSpec, key: jax.Array, dtype: Any = np.float32, std: f
             scale = std / np.sqrt(2 * spec.num_layers) if info.init == "output" else std
             arrays.append((scale * jax.random.normal(jax.random.fold_in(key, i), info.shape)).astype(dtype))
     return jax.tree.unflatten(treedef, arrays)
+
+
+def param_shardings(spec: ModelSpec, mesh: Mesh) -> Params:
+    """The NamedSharding of each array on `mesh`. Raises MeshError where a size does not divide."""
+    return jax.tree.map(
+        lambda info: rules.sharding(info.axes, info.shape, mesh),
+        param_infos(spec),
+        is_leaf=lambda x: isinstance(x, ParamInfo),
+    )
 
 
 def num_params(spec: ModelSpec) -> int:

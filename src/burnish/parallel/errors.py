@@ -1,0 +1,7 @@
+"""Errors of this room."""
+
+from burnish.errors import BurnishError
+
+
+class MeshError(BurnishError):
+    """A mesh that the devices or the model can not have."""
