@@ -7,25 +7,23 @@ heads are never repeated in memory: the H/K query heads of a kv head are folded 
 scores are a large negative finite number, so a row that sees nothing stays finite.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from burnish.models import tpu
+from burnish.models.scoring import MASKED, Attend, Scoring, scoring
 from burnish.models.spec import ModelSpec
+from burnish.parallel.mesh import platform
 
-MASKED = -1e30
 BLOCK = 128
 """Tokens of a block: large enough for full matrix speed, small enough that few blocks are partly visible."""
 
 PLAIN_UP_TO = 256
 """Rows up to this length are computed whole."""
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
@@ -41,23 +39,6 @@ def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, w
     return visible if window is None else visible & (positions[:, :, None] - positions[:, None, :] < window)
 
 
-class Scoring(NamedTuple):
-    """How products of queries and keys become scores."""
-
-    scale: float
-    softcap: float | None  # scaled scores are bounded to ±softcap by tanh
-
-    def __call__(self, products: jax.Array) -> jax.Array:
-        scores = products * self.scale
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
-
-
-def scoring(spec: ModelSpec) -> Scoring:
-    """That of one kind of layer."""
-    scale = spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
-    return Scoring(scale, spec.attention_softcap)
-
-
 def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Attend:
     """The `attend` of packed rows: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N), softmax in float32.
 
@@ -67,6 +48,8 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
     visible = visibility(segments, branches, positions, spec.window)
+    if platform() == "tpu" and tpu.block_of(T):
+        return tpu.splash_attention(visible, scoring(spec))
     if T <= PLAIN_UP_TO or block is None:
         return plain_attention(visible, scoring(spec))
     return block_attention(visible, block, scoring(spec))

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from burnish.models import tpu
 from burnish.models.params import Params
 from burnish.models.spec import ModelSpec
+from burnish.parallel.mesh import platform
 
 
 class Routing(NamedTuple):
@@ -44,9 +46,10 @@ def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, ac
     chosen = routing.experts.reshape(T * A)
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=E).astype(jnp.int32)
-    h = jax.lax.ragged_dot(x[order // A], p["expert_gate_up_proj"].astype(x.dtype).reshape(E, D, 2 * F), sizes)
+    grouped_dot = tpu.grouped_dot if platform() == "tpu" else jax.lax.ragged_dot
+    h = grouped_dot(x[order // A], p["expert_gate_up_proj"].astype(x.dtype).reshape(E, D, 2 * F), sizes)
     h = activation(h[:, :F]) * h[:, F:]
-    h = jax.lax.ragged_dot(h, p["expert_down_proj"].astype(x.dtype), sizes)
+    h = grouped_dot(h, p["expert_down_proj"].astype(x.dtype), sizes)
     # Back in the tokens' order, so that a token's experts are summed in one order, the most probable first.
     h = h[jnp.argsort(order)].reshape(T, A, D)
     return jnp.sum(h.astype(jnp.float32) * routing.weights[..., None], axis=1).astype(x.dtype)
