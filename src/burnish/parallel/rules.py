@@ -154,7 +154,9 @@ def per_device(
         )
         names: dict[str, tuple[str, ...]] = {}
         for axes, spec in zip(in_axes, specs, strict=True):
-            names |= {axis: part or () for axis, part in zip(axes, spec, strict=False) if axis}
+            for axis, part in zip(axes, spec, strict=False):
+                if axis:
+                    names[axis] = (part,) if isinstance(part, str) else part or ()
         out_specs = jax.tree.map(
             lambda axes: PartitionSpec(*(names[a] or None if a else None for a in axes)),
             out_axes,
