@@ -636,7 +636,8 @@ class TrainerMeshOptions(MeshOptions):
     """The mesh on which weights are trained: the product of its axes is the number of devices of a slice."""
 
     ici_data_parallelism: AllOrCount = option(
-        1, "Trainer's mesh: copies of the weights, each with its share of the rows; -1 is what is left over",
+        1,
+        "Trainer's mesh: copies of the weights, each with its share of the rows; -1 is what is left over",
         unit="devices",
     )
     ici_fsdp_parallelism: AllOrCount = option(

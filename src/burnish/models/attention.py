@@ -91,9 +91,7 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     return attend
 
 
-def own_kv_heads(
-    part: Part, q: jax.Array, k: jax.Array, v: jax.Array, spec: ModelSpec
-) -> tuple[jax.Array, jax.Array]:
+def own_kv_heads(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
     """Of keys and values (…, K, N) the heads that the query heads (…, H, N) of this part of a mesh attend to. All,
     unless query heads are split over more devices than there are kv heads."""
     if not part.is_split("heads") or part.is_split("kv_heads"):

@@ -73,7 +73,7 @@ def _own_experts(
     chosen = chosen.reshape(T * A)
     if part.is_split("experts"):
         own = chosen - part.index("experts") * E
-        here = (0 <= own) & (own < E)
+        here = (own >= 0) & (own < E)
         chosen = jnp.where(here, own, E)  # other devices' pairs come last, in no group
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=E).astype(jnp.int32)
