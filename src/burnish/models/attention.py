@@ -51,11 +51,11 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
     score = scoring(spec)
     kernel = platform() == "tpu" and tpu.block_of(T) is not None
-    blocked = not kernel and T > PLAIN_UP_TO and block is not None
+    blocked = None if kernel or T <= PLAIN_UP_TO else block
 
     def see(part: Part, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Any:
         visible = visibility(segments, branches, positions, spec.window)
-        return block_plan(visible, block) if blocked else visible
+        return visible if blocked is None else block_plan(visible, blocked)
 
     # Once for all layers; on a mesh a device knows only its own rows.
     rows = ("batch",)
@@ -66,7 +66,7 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
         def on_part(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, *leaves: jax.Array) -> jax.Array:
             k, v = own_kv_heads(part, q, k, v, spec)
             seen = jax.tree.unflatten(treedef, leaves)
-            way = tpu.splash_attention if kernel else block_attention if blocked else plain_attention
+            way = tpu.splash_attention if kernel else plain_attention if blocked is None else block_attention
             return way(seen, score)(q, k, v)
 
         heads, kv_heads = ("batch", "length", "heads"), ("batch", "length", "kv_heads")

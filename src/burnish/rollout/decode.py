@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from burnish.models import decoder
+from burnish.models import decoder, tpu
 from burnish.models.attention import MASKED, Attend, Scoring, scoring
 from burnish.models.params import ParamInfo, Params, layer_infos, layer_place, param_infos
 from burnish.models.spec import ModelSpec, per_kind
 from burnish.parallel import rules, transfer
+from burnish.parallel.mesh import platform
 from burnish.parallel.transfer import Piece, Transfer
 from burnish.rollout.sampling import Cuts, Way, sample
 
@@ -220,45 +221,85 @@ def _in_shards(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Ar
     return rules.per_device(lambda _, *parts: function(*parts), axes, CACHE_AXES, checked=False)(*arrays)
 
 
+class _Grid(NamedTuple):
+    """How the rows of a decode batch, or of one device's part of it, lie in lanes: R lanes of W rows, and `rep` query
+    heads to each of K kv heads."""
+
+    R: int
+    W: int
+    K: int
+    rep: int
+
+    def by_lane(self, x: jax.Array) -> jax.Array:
+        """(B, K, rep, …) -> (R, K, W·rep, …): the queries of a lane's rows as one matrix per kv head."""
+        x = jnp.moveaxis(x.reshape(self.R, self.W, self.K, self.rep, *x.shape[3:]), 1, 2)
+        return x.reshape(self.R, self.K, self.W * self.rep, *x.shape[4:])
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """The inverse of `by_lane`."""
+        x = jnp.moveaxis(x.reshape(self.R, self.K, self.W, self.rep, *x.shape[3:]), 2, 1)
+        return x.reshape(self.R * self.W, self.K, self.rep, *x.shape[4:])
+
+    def lane_visible(self, seen: jax.Array) -> jax.Array:
+        """`Seen.lane` as (R, 1 or W·rep, S), the order of `by_lane`."""
+        return seen[:, None] if seen.ndim == 2 else jnp.repeat(seen, self.rep, axis=1)
+
+
+def _grid(lane: jax.Array, q: jax.Array) -> _Grid:
+    (B, H, _), (R, K) = q.shape, lane.shape[:2]
+    return _Grid(R, B // R, K, H // K)
+
+
 def _attend(lane: LayerCache, own: LayerCache, q: jax.Array, seen: Seen, score: Scoring) -> jax.Array:
-    """Softmax attention of q (B, H, N) over its lane's columns and its own, as one distribution: (B, H, N).
-
-    The queries of a lane's slots are folded into one matrix per kv head.
-    """
+    """Softmax attention of q (B, H, N) over its lane's columns and its own, as one distribution: (B, H, N)."""
     B, H, N = q.shape
-    R, K = lane.k.shape[:2]
-    W, rep = B // R, H // K
-
-    def by_lane(x: jax.Array) -> jax.Array:  # (B, K, rep, …) -> (R, K, W·rep, …)
-        x = jnp.moveaxis(x.reshape(R, W, K, rep, *x.shape[3:]), 1, 2)
-        return x.reshape(R, K, W * rep, *x.shape[4:])
-
-    def by_row(x: jax.Array) -> jax.Array:  # the inverse
-        x = jnp.moveaxis(x.reshape(R, K, W, rep, *x.shape[3:]), 2, 1)
-        return x.reshape(B, K, rep, *x.shape[4:])
-
-    grouped = q.reshape(B, K, rep, N)
+    grid = _grid(lane.k, q)
+    grouped = q.reshape(B, grid.K, grid.rep, N)
 
     def scores(queries: jax.Array, keys: jax.Array, visible: jax.Array) -> jax.Array:
         s = score(jnp.einsum("xkqn,xkns->xkqs", queries, keys, preferred_element_type=jnp.float32))
-        return jnp.where(visible, s, MASKED)
+        return jnp.where(visible[:, None], s, MASKED)
 
-    lane_visible = seen.lane[:, None, None]
-    if seen.lane.ndim == 3:  # (R, W, S) -> (R, 1, W·rep, S), the order of by_lane
-        lane_visible = jnp.repeat(seen.lane, rep, axis=1)[:, None]
-    lane_scores = scores(by_lane(grouped), lane.k, lane_visible)
-    own_scores = scores(grouped, own.k, seen.own[:, None, None])
-    peak = jnp.maximum(by_row(lane_scores.max(axis=-1)), own_scores.max(axis=-1))  # (B, K, rep)
-    lane_weights = jnp.exp(lane_scores - by_lane(peak)[..., None])
+    lane_scores = scores(grid.by_lane(grouped), lane.k, grid.lane_visible(seen.lane))
+    own_scores = scores(grouped, own.k, seen.own[:, None])
+    peak = jnp.maximum(grid.by_row(lane_scores.max(axis=-1)), own_scores.max(axis=-1))  # (B, K, rep)
+    lane_weights = jnp.exp(lane_scores - grid.by_lane(peak)[..., None])
     own_weights = jnp.exp(own_scores - peak[..., None])
-    total = by_row(lane_weights.sum(axis=-1)) + own_weights.sum(axis=-1)
+    total = grid.by_row(lane_weights.sum(axis=-1)) + own_weights.sum(axis=-1)
 
     def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
         weights = weights.astype(values.dtype)
         return jnp.einsum("xkqs,xksn->xkqn", weights, values, preferred_element_type=jnp.float32)
 
-    mixed = by_row(mix(lane_weights, lane.v)) + mix(own_weights, own.v)
+    mixed = grid.by_row(mix(lane_weights, lane.v)) + mix(own_weights, own.v)
     return (mixed / total[..., None]).astype(q.dtype).reshape(B, H, N)
+
+
+def attend_by_kernels(
+    lane: LayerCache, own: LayerCache, q: jax.Array, seen: Seen, score: Scoring, *, interpret: bool = False
+) -> jax.Array:
+    """`_attend` on TPU, reading only the blocks of columns that some row sees; for caches whose columns are whole
+    blocks (`tpu.block_of`)."""
+
+    def on_part(_: rules.Part, *arrays: jax.Array) -> jax.Array:
+        lane, own, q, lane_seen, own_seen = LayerCache(*arrays[:2]), LayerCache(*arrays[2:4]), *arrays[4:]
+        B, H, N = q.shape
+        grid = _grid(lane.k, q)
+        grouped = q.reshape(B, grid.K, grid.rep, N)
+        prompt = tpu.cache_attention(
+            grid.by_lane(grouped), lane.k, lane.v, grid.lane_visible(lane_seen), score, interpret=interpret
+        )
+        prompt = tpu.Partial(*map(grid.by_row, prompt))
+        rest = tpu.cache_attention(grouped, own.k, own.v, own_seen[:, None], score, interpret=interpret)
+        peak = jnp.maximum(prompt.peak, rest.peak)
+        shares = [jnp.exp(part.peak - peak) for part in (prompt, rest)]
+        total = shares[0] * prompt.total + shares[1] * rest.total
+        mixed = shares[0][..., None] * prompt.mixed + shares[1][..., None] * rest.mixed
+        return (mixed / total[..., None]).astype(q.dtype).reshape(B, H, N)
+
+    rows, heads = ("batch",), ("batch", "heads", None)
+    axes = [*[CACHE_AXES] * 4, heads, rows, rows]
+    return rules.per_device(on_part, axes, heads, checked=False)(*lane, *own, q, *seen)
 
 
 def _step(
@@ -275,6 +316,7 @@ def _step(
 ) -> tuple[jax.Array, list[LayerCache]]:
     """One token per row through the model: logits (B, V) float32 and the caches with `column` written."""
     tokens, positions = rules.constrain(tokens, "batch"), rules.constrain(positions, "batch")
+    on_tpu = platform() == "tpu"
     columns = own[0].k.shape[3]
     distance = (column - jnp.arange(columns)) % columns
     own_visible = distance[None] <= ages[:, None]
@@ -313,7 +355,8 @@ def _step(
             )
             new = LayerCache(*(rules.constrain(x, *CACHE_AXES) for x in new))
             written.append(new)
-            return _attend(lane, new, q, seen, score)
+            blocks = all(tpu.block_of(cache.k.shape[3]) for cache in (lane, new))
+            return (attend_by_kernels if on_tpu and blocks else _attend)(lane, new, q, seen, score)
 
         x, _ = decoder.layer(kind, p, x, tables[i % size], attend)
     x = decoder.norm(spec, x, view["final_norm"])
