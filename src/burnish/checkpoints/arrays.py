@@ -79,7 +79,7 @@ def index_of(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 def overlap(a: Region, b: Region) -> Region | None:
     """What two regions have in common."""
     both = tuple((max(x, y), min(m, n)) for (x, m), (y, n) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    return both if a == b or all(start < stop for start, stop in both) else None
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:

@@ -120,6 +120,7 @@ class TrainingStore:
         and when anything fails on the way; earlier checkpoints are untouched then.
         """
         latest = self.latest()
+        extra = processes.gather(dict(extra))[0]  # times differ
         if latest is not None and step <= latest:
             raise StoreError(
                 f"{self.directory} already holds the checkpoint of step {latest}; step {step} is not newer"
@@ -439,7 +440,7 @@ def _checked_leaves(
             regions = regions_of(sharding, leaf.shape)
             buffers: dict[Region, np.ndarray] = {}
             for part, crc32 in leaf.checksums:
-                shared = {region: both for region in regions if (both := overlap(region, part)) or region == part}
+                shared = {region: both for region in regions if (both := overlap(region, part)) is not None}
                 if not shared:
                     continue
                 array = read(name, leaf, part, crc32).astype(as_type, copy=False)
