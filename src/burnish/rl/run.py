@@ -22,6 +22,7 @@ import yaml
 from rich.console import Console
 
 from burnish import __version__
+from burnish.checkpoints.arrays import Storage
 from burnish.checkpoints.preemption import SAVED_FOR_RESTART, StopFlag, stop_on_signals
 from burnish.checkpoints.run_dir import RunDirectory
 from burnish.checkpoints.store import TrainingStore
@@ -32,7 +33,7 @@ from burnish.observe.files import write_whole
 from burnish.observe.metrics import MetricsWriter
 from burnish.observe.rollouts import drop_rollouts_after
 from burnish.observe.terminal import StepPrinter
-from burnish.parallel import processes
+from burnish.parallel import pathways, processes
 from burnish.rl.loading import ModelSource
 from burnish.rl.optimizer import TrainState, init_state
 from burnish.rl.update import Updater
@@ -249,8 +250,17 @@ def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
         processes.by_first(lambda: notes.extend(_keep_config(cfg, directory)))
         for note in notes:
             printer.note(note)
-        store = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep)
+        store = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep, storage(cfg))
         yield Run(cfg, directory, store, stop, printer, snapshot)
+
+
+def storage(cfg: RunConfig | SFTConfig) -> Storage:
+    """How checkpoints are stored: as the options say, else by directory and in Zarr 2 under Pathways."""
+    usual = not pathways.is_asked_for()
+    return Storage(
+        use_ocdbt=usual if cfg.checkpoint_storage_use_ocdbt is None else cfg.checkpoint_storage_use_ocdbt,
+        use_zarr3=usual if cfg.checkpoint_storage_use_zarr3 is None else cfg.checkpoint_storage_use_zarr3,
+    )
 
 
 def _check_seen(directory: RunDirectory) -> None:
