@@ -36,7 +36,15 @@ from burnish.rewards.types import Score, ScoreStatus
 from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
 from burnish.rl.ahead import Batch, SamplingAhead
-from burnish.rl.devices import check_model, choose_devices, sampler_mesh, sampler_sizes, trainer_mesh, trainer_sizes
+from burnish.rl.devices import (
+    check_model,
+    choose_devices,
+    describe,
+    sampler_mesh,
+    sampler_sizes,
+    trainer_mesh,
+    trainer_sizes,
+)
 from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
@@ -117,7 +125,7 @@ def _run_training(cfg: RunConfig) -> Outcome:
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
-        for line in _opening(cfg, model, pipeline, arithmetic):
+        for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
         try:
             lines: list[str] = []
@@ -165,7 +173,9 @@ def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> 
     return prompts
 
 
-def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
+def _opening(
+    cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str, devices: Sequence[str]
+) -> list[str]:
     """What is said before anything expensive starts."""
     corners = ", ".join(f"{lr:.3g} at update {n + 1}" for n, lr in setup.schedule(cfg).corner_points()[:-1])
     dropped = (
@@ -173,6 +183,7 @@ def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arith
     )
     return [
         model.describe(),
+        *devices,
         *arithmetic.splitlines(),
         f"Prompts: {pipeline.num_prompts:,} read{dropped}",
         f"Learning rate: {corners}, towards 0 at update {setup.schedule(cfg).total_steps + 1}",
@@ -426,6 +437,12 @@ def _sample_metrics(sampled: Sampled) -> dict[str, float]:
 
 def _stop_on_difference(cfg: RunConfig, step: int, metrics: Mapping[str, float]) -> None:
     limit, found = cfg.rl.max_logprob_difference, metrics.get("logprob_difference/mean", 0.0)
+    if limit is not None and not found <= limit and metrics.get("off_policy/steps"):
+        raise BurnishError(
+            f"step {step}: the weights that sampled and those before the update differ by {found:.3g} nats a token on "
+            f"average, above rl.max_logprob_difference={limit:g}: one update changed too much for its successor to use "
+            "what was sampled meanwhile. Lower learning_rate, or give rl.off_policy_steps=0; null switches this off"
+        )
     if limit is not None and not found <= limit:
         raise BurnishError(
             f"step {step}: sampler and trainer differ by {found:.3g} nats a token on average, above "
