@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from burnish.checkpoints.arrays import LeafRecord, read_arrays
 from burnish.checkpoints.export_command import to_huggingface
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import read_config
+from burnish.checkpoints.orbax_files import OrbaxReader
 from burnish.checkpoints.store import TrainingStore
 from burnish.config.overrides import load_config
 from burnish.config.schema import ExportConfig, RunConfig
@@ -109,8 +109,8 @@ def saved(run: Path, step: int):
     content = json.loads((directory / "train_state.json").read_text())
     arrays = {}
     for tree, leaves in content["arrays"].items():
-        records = {name: LeafRecord.from_json(leaf) for name, leaf in leaves.items()}
-        arrays |= {f"{tree}/{name}": array for name, array in read_arrays(directory / tree, records)}
+        reader = OrbaxReader(directory / tree)
+        arrays |= {f"{tree}/{name}": reader.read(name.replace("/", ".")) for name in leaves}
     return arrays, content["extra"]
 
 

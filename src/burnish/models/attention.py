@@ -7,25 +7,25 @@ heads are never repeated in memory: the H/K query heads of a kv head are folded 
 scores are a large negative finite number, so a row that sees nothing stays finite.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from burnish.models import tpu
+from burnish.models.scoring import MASKED, Attend, Scoring, scoring
 from burnish.models.spec import ModelSpec
+from burnish.parallel.mesh import platform
+from burnish.parallel.rules import Part, per_device
 
-MASKED = -1e30
 BLOCK = 128
 """Tokens of a block: large enough for full matrix speed, small enough that few blocks are partly visible."""
 
 PLAIN_UP_TO = 256
 """Rows up to this length are computed whole."""
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
@@ -41,23 +41,6 @@ def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, w
     return visible if window is None else visible & (positions[:, :, None] - positions[:, None, :] < window)
 
 
-class Scoring(NamedTuple):
-    """How products of queries and keys become scores."""
-
-    scale: float
-    softcap: float | None  # scaled scores are bounded to ±softcap by tanh
-
-    def __call__(self, products: jax.Array) -> jax.Array:
-        scores = products * self.scale
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
-
-
-def scoring(spec: ModelSpec) -> Scoring:
-    """That of one kind of layer."""
-    scale = spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
-    return Scoring(scale, spec.attention_softcap)
-
-
 def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Attend:
     """The `attend` of packed rows: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N), softmax in float32.
 
@@ -66,10 +49,42 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     """
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
-    visible = visibility(segments, branches, positions, spec.window)
-    if T <= PLAIN_UP_TO or block is None:
-        return plain_attention(visible, scoring(spec))
-    return block_attention(visible, block, scoring(spec))
+    score = scoring(spec)
+    kernel = platform() == "tpu" and tpu.block_of(T) is not None
+    blocked = None if kernel or T <= PLAIN_UP_TO else block
+
+    def see(part: Part, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Any:
+        visible = visibility(segments, branches, positions, spec.window)
+        return visible if blocked is None else block_plan(visible, blocked)
+
+    # Once for all layers; on a mesh a device knows only its own rows.
+    rows = ("batch",)
+    seen = per_device(see, [rows] * 3, rows)(segments, branches, positions)
+    leaves, treedef = jax.tree.flatten(seen)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def on_part(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, *leaves: jax.Array) -> jax.Array:
+            k, v = own_kv_heads(part, q, k, v, spec)
+            seen = jax.tree.unflatten(treedef, leaves)
+            way = tpu.splash_attention if kernel else plain_attention if blocked is None else block_attention
+            return way(seen, score)(q, k, v)
+
+        heads, kv_heads = ("batch", "length", "heads"), ("batch", "length", "kv_heads")
+        axes = [heads, kv_heads, kv_heads, *([rows] * len(leaves))]
+        return per_device(on_part, axes, heads, checked=False)(q, k, v, *leaves)
+
+    return attend
+
+
+def own_kv_heads(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
+    """Of keys and values (…, K, N) the heads that the query heads (…, H, N) of this part of a mesh attend to. All,
+    unless query heads are split over more devices than there are kv heads."""
+    if not part.is_split("heads") or part.is_split("kv_heads"):
+        return k, v
+    per_kv_head = spec.num_heads // spec.num_kv_heads
+    first = part.index("heads") * q.shape[-2] // per_kv_head
+    count = max(1, q.shape[-2] // per_kv_head)
+    return tuple(jax.lax.dynamic_slice_in_dim(x, first, count, axis=-2) for x in (k, v))  # type: ignore[return-value]
 
 
 def plain_attention(visible: jax.Array, score: Scoring) -> Attend:
@@ -113,9 +128,9 @@ def block_plan(visible: jax.Array, block: int) -> BlockPlan:
     )
 
 
-def block_attention(visible: jax.Array, block: int, score: Scoring) -> Attend:
-    """`packed_attention` over the visible blocks only; visible (B, T, T) bool, `block` divides T."""
-    plan = block_plan(visible, block)
+def block_attention(plan: BlockPlan, score: Scoring) -> Attend:
+    """`packed_attention` over the visible blocks only."""
+    block = plan.mask.shape[-1]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         B, T, H, N = q.shape

@@ -6,10 +6,13 @@ resumed run is the run it would have been. This module is the order of things; w
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -25,17 +28,28 @@ from burnish.observe.curve import plot_rewards
 from burnish.observe.metrics import REWARD_PART, read_metrics
 from burnish.observe.rollouts import RolloutRow, write_rollouts
 from burnish.observe.summary import BeforeAfter, print_final, write_summary
+from burnish.parallel import distributed, processes
 from burnish.rewards.metrics import EvalStats, format_eval_line
 from burnish.rewards.probe import probe
 from burnish.rewards.stack import RewardStack
 from burnish.rewards.types import Score, ScoreStatus
 from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
+from burnish.rl.ahead import Batch, SamplingAhead
+from burnish.rl.devices import (
+    check_model,
+    choose_devices,
+    describe,
+    sampler_mesh,
+    sampler_sizes,
+    trainer_mesh,
+    trainer_sizes,
+)
 from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
-from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group, StopReason
@@ -77,6 +91,8 @@ class Sampled:
 def train(cfg: RunConfig) -> dict[str, Any]:
     """Run the whole training, print what it came to and return its summary. Raises BurnishError."""
     outcome = run_training(cfg)
+    if not processes.is_first():
+        return outcome.summary
     print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
     if "weights" in outcome.places:
         print(
@@ -88,8 +104,19 @@ def train(cfg: RunConfig) -> dict[str, Any]:
 
 def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
-    RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
+    distributed.start()
+    cfg = cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})  # it may be the time
+    with distributed.others_needed():
+        return _run_training(cfg)
+
+
+def _run_training(cfg: RunConfig) -> Outcome:
+    processes.by_first(lambda: RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume))
+    devices = choose_devices(cfg)
+    training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
     model = open_model(cfg)
+    check_model(model.spec, trainer_sizes(cfg, devices.trainer))
+    check_model(model.spec, sampler_sizes(cfg, devices.sampler))
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
     eval_prompts: list[Prompt] = []
@@ -98,36 +125,40 @@ def run_training(cfg: RunConfig) -> Outcome:
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
-        for line in _opening(cfg, model, pipeline, arithmetic):
+        for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
         try:
-            report = probe(stack, _probe_prompts(pipeline, eval_prompts), run.check_stop)
+            lines: list[str] = []
+            prompts = _probe_prompts(pipeline, eval_prompts)
+            processes.by_first(lambda: lines.extend(probe(stack, prompts, run.check_while_waiting).lines()))
         except Stopped:
-            raise run.end_for_restart((run.store.latest() or 0) if cfg.resume else 0) from None
-        for line in report.lines():
+            raise run.end_for_restart((run.latest_step() or 0) if cfg.resume else 0) from None
+        for line in lines:
             run.printer.note(line)
-        updater = Updater(model.spec, setup.update_options(cfg))
+        updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        engine = setup.make_engine(model, cfg, longest, max_slots, cfg.dtype)
+        engine = setup.make_engine(
+            model, cfg, longest, max_slots, cfg.dtype, sampling, reshard_chunk_size=cfg.rl.reshard_chunk_size
+        )
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         initial: Params | None = None
         if restored is None or cfg.rl.grpo_beta:
             run.printer.phase("reading weights")
-            initial = model.load(cfg.weight_dtype)
+            initial = model.load(cfg.weight_dtype, shardings=updater.state_shardings.params)
         if restored is None:
             assert initial is not None
-            state, start = updater.init(on_device(initial)), 0
-            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
+            # The update consumes its weights; those of the penalty stay.
+            params = jax.tree.map(jnp.copy, initial) if cfg.rl.grpo_beta else initial
+            state, start = updater.init(params), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None, "in_flight": None}
+            del params
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])
-        reference = None
-        if cfg.rl.grpo_beta:
-            assert initial is not None
-            reference = on_device(initial)
-        del initial  # a whole model in host memory
+        reference = initial if cfg.rl.grpo_beta else None
+        del initial
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
@@ -142,7 +173,9 @@ def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> 
     return prompts
 
 
-def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
+def _opening(
+    cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str, devices: Sequence[str]
+) -> list[str]:
     """What is said before anything expensive starts."""
     corners = ", ".join(f"{lr:.3g} at update {n + 1}" for n, lr in setup.schedule(cfg).corner_points()[:-1])
     dropped = (
@@ -150,6 +183,7 @@ def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arith
     )
     return [
         model.describe(),
+        *devices,
         *arithmetic.splitlines(),
         f"Prompts: {pipeline.num_prompts:,} read{dropped}",
         f"Learning rate: {corners}, towards 0 at update {setup.schedule(cfg).total_steps + 1}",
@@ -171,32 +205,45 @@ def _run(
     clock = time.perf_counter() - extra["seconds"]  # a resumed run goes on counting
     metrics: dict[str, float] = {}
 
-    def saved(data: Mapping[str, Any]) -> dict[str, Any]:
+    def saved(position: Mapping[str, Any]) -> dict[str, Any]:
         seconds = time.perf_counter() - clock
         return {
-            "data": data,
+            **position,
             "seconds": seconds,
             "before": before and asdict(before),
             "metrics": plain_metrics(metrics),
         }
 
-    parts.engine.load_weights(state.params, start)
+    def here(batch: Batch | None) -> dict[str, Any]:
+        """Where the next step begins: the position in the data, and its completions where they are sampled."""
+        return {"data": pipeline.state(), "in_flight": batch and batch.to_json()}
+
+    _hand_over(run, parts, state, start)
     before = EvalStats(**extra["before"]) if extra["before"] else None
-    with run.writers(start, extra["metrics"]) as writer:
+    with ExitStack() as stack:
+        writer = stack.enter_context(run.writers(start, extra["metrics"]))
+        ahead: SamplingAhead | None = None
+        if cfg.rl.off_policy_steps:
+            ahead = stack.enter_context(SamplingAhead(lambda *batch: _sample(parts, *batch)))
         step = start
-        data = pipeline.state()
+        batch = Batch.from_json(extra["in_flight"]) if extra["in_flight"] else None
+        position = here(batch)
         try:
             if before is None and eval_prompts and start == 0:
                 before = _evaluate(run, parts, eval_prompts, "Pre RL Training")
             for step in range(start + 1, cfg.num_batches + 1):
-                data = pipeline.state()
+                position = here(batch)
                 run.check_stop()
                 with run.profiled(step, start + 1):
-                    state, metrics = _step(run, parts, state, step, next(pipeline))
+                    if batch is None:
+                        batch = _sample_now(run, parts, step, next(pipeline))
+                    if ahead is not None and step < cfg.num_batches:
+                        ahead.start(step + 1, next(pipeline))
+                    state, metrics, batch = _step(run, parts, state, step, batch, ahead)
                 run.note_skipped(step, int(metrics["nonfinite_updates"]))
                 seconds, ended_badly = 0.0, run.ended_badly(step, state)
                 if run.is_due(step) and not ended_badly:
-                    seconds = run.save(step, state, saved(pipeline.state()))
+                    seconds = run.save(step, state, saved(here(batch)))
                 metrics["seconds/checkpoint"] = seconds
                 metrics["seconds/step"] += seconds
                 writer.write(step, metrics)
@@ -207,7 +254,7 @@ def _run(
         except Stopped:
             done = max(step - 1, start)
             if done:
-                run.save(done, state, saved(data))
+                run.save(done, state, saved(position))
             raise run.end_for_restart(done) from None
     try:
         after = _evaluate(run, parts, eval_prompts, "Post RL Training") if eval_prompts else None
@@ -217,54 +264,82 @@ def _run(
 
 
 def _step(
-    run: Run, parts: Parts, state: TrainState, step: int, prompts: Sequence[Prompt]
-) -> tuple[TrainState, dict[str, float]]:
-    """One training step; state is consumed only once nothing can stop it any more."""
+    run: Run, parts: Parts, state: TrainState, step: int, batch: Batch, ahead: SamplingAhead | None
+) -> tuple[TrainState, dict[str, float], Batch | None]:
+    """One training step on the completions of `batch`; state is consumed only once nothing can stop it any more. The
+    third result is the next step's batch, where that is sampled meanwhile."""
     cfg = parts.cfg
     t0 = time.perf_counter()
-    groups = _sample(run, parts, step, prompts)
-    t1 = time.perf_counter()
     run.printer.phase(f"step {step}: scoring")
-    sampled = _score(run, parts, groups)
-    t2 = time.perf_counter()
+    sampled = _score(run, parts, batch.groups)
+    t1 = time.perf_counter()
     run.check_stop()
     run.printer.phase(f"step {step}: updating")
     state, update_metrics, trained_tokens = _update(parts, state, sampled)
-    parts.engine.load_weights(state.params, step)
+    t2 = time.perf_counter()
+    run.printer.phase(f"step {step}: waiting for the next completions")
+    following = None if ahead is None else ahead.wait()
     t3 = time.perf_counter()
-    write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
+    moved = _hand_over(run, parts, state, step)
+    t4 = time.perf_counter()
+    if processes.is_first():
+        write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
     if cfg.debug:
         _show_one(run, sampled)
 
-    sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+    update_seconds = t2 - t1 + t4 - t3
     metrics = _sample_metrics(sampled) | update_metrics
     metrics |= {
-        "seconds/sampling": t1 - t0,
-        "seconds/reward": t2 - t1,
-        "seconds/update": t3 - t2,
-        "seconds/step": time.perf_counter() - t0,
-        "tokens_per_second/sampling": sampled_tokens / (t1 - t0),
-        "tokens_per_second/update": trained_tokens / (t3 - t2),
+        "seconds/sampling": batch.seconds,
+        "seconds/reward": t1 - t0,
+        "seconds/update": update_seconds,
+        "seconds/step": time.perf_counter() - t0 + (0.0 if ahead else batch.seconds),
+        "tokens_per_second/sampling": batch.num_tokens / batch.seconds,
+        "tokens_per_second/update": trained_tokens / update_seconds,
         "compilations": parts.engine.num_compilations + parts.updater.num_compilations,
     }
+    if ahead is not None:
+        versions = np.concatenate([c.weight_versions for g in batch.groups for c in g.completions])
+        metrics |= {"seconds/waiting": t3 - t2, "off_policy/steps": float(np.mean(step - 1 - versions))}
+    if moved is not None:
+        metrics["seconds/reshard"] = moved
     _stop_on_difference(cfg, step, metrics)
-    return state, metrics
+    return state, metrics, following
 
 
-def _sample(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+def _hand_over(run: Run, parts: Parts, state: TrainState, step: int) -> float | None:
+    """The sampler gets the weights after `step` steps; the seconds that took where they went to other devices."""
+    moved = parts.engine.load_weights(state.params, step)
+    if moved is None:
+        return None
+    run.printer.note(str(moved))
+    return moved.seconds
+
+
+def _sample_now(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> Batch:
+    """The step's batch, with its progress in the terminal and while a stop can still be asked for."""
+    total = len(prompts) * parts.cfg.rl.num_generations
+
+    def progress(finished: int, tokens: int) -> None:
+        run.printer.sampling(f"step {step}: sampling", finished, total, tokens)
+        run.check_stop()
+
+    start = time.perf_counter()
+    groups = _sample(parts, step, prompts, progress)
+    return Batch(groups, time.perf_counter() - start)
+
+
+def _sample(parts: Parts, step: int, prompts: Sequence[Prompt], on_progress: Callable[[int, int], None]) -> list[Group]:
     """A group of completions per prompt, one rollout micro-batch after the other."""
     cfg = parts.cfg
     sampling = setup.sampling_params(cfg, parts.model.tokenizer)
     seeds = setup.completion_seeds(cfg.seed, "training", step, prompts, cfg.rl.num_generations)
     size = cfg.resolved_rollout_micro_batch_size
-    total = len(prompts) * cfg.rl.num_generations
     groups: list[Group] = []
     tokens_before = 0
 
     def progress(finished: int, tokens: int) -> None:
-        done = len(groups) * cfg.rl.num_generations + finished
-        run.printer.sampling(f"step {step}: sampling", done, total, tokens_before + tokens)
-        run.check_stop()
+        on_progress(len(groups) * cfg.rl.num_generations + finished, tokens_before + tokens)
 
     for i in range(0, len(prompts), size):
         new = parts.engine.generate(prompts[i : i + size], seeds[i : i + size], sampling, progress)
@@ -275,7 +350,7 @@ def _sample(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> lis
 
 def _score(run: Run, parts: Parts, groups: list[Group]) -> Sampled:
     """Scores and group-relative advantages."""
-    scores = score_groups(parts.stack, groups, run.check_stop)
+    scores = score_groups(parts.stack, groups, run.check_while_waiting)
     masked = StopReason.LENGTH if parts.cfg.rl.mask_truncated_completions else None
     valid = np.array(
         [
@@ -300,6 +375,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         sampled.valid,
         max_tokens=setup.row_tokens(cfg),
         max_groups=cfg.resolved_train_micro_batch_size,
+        rows=updater.rows,
         keep_zero_advantages=cfg.rl.grpo_beta > 0,
     )
     if parts.reference is not None:
@@ -327,6 +403,11 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
             "entropy": first["entropy"],
             "logprob_difference/mean": first["logprob_difference_mean"],
             "logprob_difference/max": first["logprob_difference_max"],
+        }
+    if "importance_weight" in first:
+        result |= {
+            "off_policy/weight": first["importance_weight"],
+            "off_policy/truncated": first["importance_truncated"],
         }
     return state, {k: float(v) for k, v in result.items()}, packed.row_tokens
 
@@ -356,6 +437,12 @@ def _sample_metrics(sampled: Sampled) -> dict[str, float]:
 
 def _stop_on_difference(cfg: RunConfig, step: int, metrics: Mapping[str, float]) -> None:
     limit, found = cfg.rl.max_logprob_difference, metrics.get("logprob_difference/mean", 0.0)
+    if limit is not None and not found <= limit and metrics.get("off_policy/steps"):
+        raise BurnishError(
+            f"step {step}: the weights that sampled and those before the update differ by {found:.3g} nats a token on "
+            f"average, above rl.max_logprob_difference={limit:g}: one update changed too much for its successor to use "
+            "what was sampled meanwhile. Lower learning_rate, or give rl.off_policy_steps=0; null switches this off"
+        )
     if limit is not None and not found <= limit:
         raise BurnishError(
             f"step {step}: sampler and trainer differ by {found:.3g} nats a token on average, above "
@@ -418,7 +505,7 @@ def _evaluate(run: Run, parts: Parts, prompts: Sequence[Prompt], title: str) -> 
         mode=cfg.eval_mode,
         seed=cfg.seed,
         on_progress=progress,
-        on_wait=run.check_stop,
+        on_wait=run.check_while_waiting,
     )
     run.printer.note(format_eval_line(title, evaluation.stats))
     return evaluation.stats
@@ -439,14 +526,18 @@ def _finish(run: Run, before: EvalStats | None, after: EvalStats | None, seconds
             summary |= {f"{name}_before": values[0], f"{name}_after": values[1]}
             figures.append(BeforeAfter(name.replace("_", " "), values[0], values[1], percent=scale != 1.0))
         summary["eval_prompts"] = after.total
-    plot_rewards(
-        read_metrics(directory.metrics),
-        directory.curve,
-        summary.get("accuracy_before"),
-        summary.get("accuracy_after"),
-        title=cfg.run_name,
-    )
-    write_summary(directory.summary, summary)
+
+    def write() -> None:
+        plot_rewards(
+            read_metrics(directory.metrics),
+            directory.curve,
+            summary.get("accuracy_before"),
+            summary.get("accuracy_after"),
+            title=cfg.run_name,
+        )
+        write_summary(directory.summary, summary)
+
+    processes.by_first(write)
     places = {
         **(
             {"weights": directory.checkpoints / str(cfg.num_batches) / "model_params"}
