@@ -1039,7 +1039,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _lines(self, cluster: Cluster, log: ContainerLog, query: dict[str, str]) -> Iterator[bytes]:
         sent = 0
-        since = query.get("sinceTime", "")
+        since = ""
+        if "sinceSeconds" in query:
+            oldest = datetime.now(UTC) - timedelta(seconds=int(query["sinceSeconds"]))
+            since = oldest.strftime("%Y-%m-%dT%H:%M:%S")
         if "tailLines" in query:
             sent = max(len(log.lines) - int(query["tailLines"]), 0)
         while not self.server.closing:
@@ -1050,8 +1053,7 @@ class Handler(BaseHTTPRequestHandler):
                     continue
             sent += len(news)
             for stamp, text in news:
-                # sinceTime has whole seconds: a server sends that second's lines again
-                if stamp[:19] >= since[:19]:
+                if stamp[:19] >= since:
                     prefix = f"{stamp} " if query.get("timestamps") == "true" else ""
                     yield f"{prefix}{text}\n".encode()
             if not news or query.get("follow") != "true":

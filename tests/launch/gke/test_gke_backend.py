@@ -438,11 +438,18 @@ def test_an_unreachable_server_is_named_with_the_likely_cause() -> None:
 # Logs.
 
 
-def test_following_shows_each_line_once_across_cuts_and_restarts(backend: GkeBackend, cluster: Cluster) -> None:
-    command = "for i in $(seq 30); do echo $RESTART_ATTEMPT-$i; sleep 0.01; done; [ $RESTART_ATTEMPT = 1 ] || exit 1"
-    backend.submit(job(command, restarts=1))
+def test_following_shows_each_line_once_across_cuts_and_restarts(
+    backend: GkeBackend, cluster: Cluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"  # a pod's log goes with it: the first attempt ends when its last line was read
+    command = "for i in $(seq 30); do echo $RESTART_ATTEMPT-$i; sleep 0.01; done; "
+    backend.submit(job(command + GATE.format(gate=gate) + "[ $RESTART_ATTEMPT = 1 ] || exit 1", restarts=1))
     cluster.cut_streams(8)
-    lines = list(backend.logs("job", follow=True))
+    lines = []
+    for line in backend.logs("job", follow=True):
+        lines.append(line)
+        if line.text == "0-30":
+            gate.touch()
     assert texts(lines) == [f"{attempt}-{number}" for attempt in (0, 1) for number in range(1, 31)]
     assert cluster.stream_cuts == 0
 

@@ -142,6 +142,7 @@ class Api:
             timeout_seconds=seconds,
             allow_watch_bookmarks=True,
             _request_timeout=(_CONNECT_SECONDS, seconds + _READ_SECONDS),
+            is_stream=True,
             **_selectors(labels, fields),
         )
         return Stream(response, self._cut)
@@ -158,6 +159,7 @@ class Api:
             pod,
             self.namespace,
             _request_timeout=(_CONNECT_SECONDS, _QUIET_SECONDS if follow else _READ_SECONDS),
+            is_stream=True,
             **kwargs,
         )
         return Stream(response, self._cut)
@@ -197,7 +199,9 @@ class Api:
         answer: Object = json.loads(response.data)
         return answer
 
-    def _open(self, what: str, function: Any, *args: Any, attempts: int | None = None, **kwargs: Any) -> Any:
+    def _open(
+        self, what: str, function: Any, *args: Any, attempts: int | None = None, is_stream: bool = False, **kwargs: Any
+    ) -> Any:
         """A response with a good status, after as many attempts as it takes; at most `attempts`, or what `retry`
         allows."""
         failure = ""
@@ -208,6 +212,8 @@ class Api:
                 with _credentials_explained():
                     response = function(*args, _preload_content=False, **kwargs)
                 if 200 <= response.status < 300:
+                    if not is_stream:
+                        response.read(cache_content=True)  # here, where a cut is one more reason to try again
                     return response
                 refusal = Refusal(response.status, response.data, response.reason, response.headers)
             except self._cut as error:

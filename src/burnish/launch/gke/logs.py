@@ -124,7 +124,7 @@ def followed(api: Api, jobset: Object, wanted: Callable[[Object], bool]) -> Iter
     selector = f"{JOBSET_NAME}={name}"
     feeds = [Feed(api, JOBSETS, changes, fields=f"metadata.name={name}"), Feed(api, PODS, changes, labels=selector)]
     progress = Progress(jobset)
-    lines: Queue[LogLine | LaunchError | None] = Queue(maxsize=10_000)
+    lines: Queue[LogLine | Exception | None] = Queue(maxsize=10_000)
     logs: dict[str, PodLog] = {}
     reading, complete = 0, False
     for feed in feeds:
@@ -155,7 +155,7 @@ def followed(api: Api, jobset: Object, wanted: Callable[[Object], bool]) -> Iter
                 continue
             if line is None:
                 reading -= 1
-            elif isinstance(line, LaunchError):
+            elif isinstance(line, Exception):
                 raise line
             else:
                 yield line
@@ -166,11 +166,11 @@ def followed(api: Api, jobset: Object, wanted: Callable[[Object], bool]) -> Iter
             log.stop()
 
 
-def _pump(log: PodLog, lines: "Queue[LogLine | LaunchError | None]") -> None:
+def _pump(log: PodLog, lines: "Queue[LogLine | Exception | None]") -> None:
     try:
         for line in log.lines(follow=True):
             lines.put(line)
-    except LaunchError as error:
+    except Exception as error:  # whatever it is, it is raised where the lines are read
         lines.put(error)
     finally:
         lines.put(None)
