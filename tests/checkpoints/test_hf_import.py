@@ -265,10 +265,15 @@ def test_resolve_takes_a_directory_as_it_is(tmp_path):
     assert resolve(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("path", ["/no/such/dir", "./no_such_dir", "a/b/c", "gs://bucket/x"])
+@pytest.mark.parametrize("path", ["/no/such/dir", "./no_such_dir", "a/b/c"])
 def test_a_path_that_is_no_directory_is_not_taken_for_a_hub_id(path):
     with pytest.raises(CheckpointError, match="no directory"):
         resolve(path)
+
+
+def test_a_place_in_an_object_store_is_not_taken_for_a_hub_id():
+    with pytest.raises(CheckpointError, match=r"gs://bucket/x holds no MaxText and no training checkpoint"):
+        resolve("gs://bucket/x")
 
 
 def test_a_file_is_no_checkpoint(tmp_path):

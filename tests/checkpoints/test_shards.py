@@ -42,7 +42,7 @@ def shardings(spec, turn):
 def test_every_part_is_that_of_the_whole(name, tmp_path, monkeypatch):
     config = family_config(name)
     directory = write_checkpoint(tmp_path, config, family_tensors(config))
-    spec, _ = load_params(directory)
+    spec, whole = load_params(directory)
     monkeypatch.setattr(shards, "array_of", lambda shape, sharding, parts: (sharding, list(parts.values())))
     for turn in range(5):
         _, parts = load_params(directory, shardings=shardings(spec, turn))

@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_variants import write_checkpoint
+from rich.console import Console
 
-from burnish.checkpoints.hf_export import export, snapshot_source
+from burnish.checkpoints.export_command import to_huggingface
+from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params
+from burnish.checkpoints.store import TrainingStore
+from burnish.config.schema import ExportConfig
 from burnish.models import families
 from burnish.models.decoder import forward, unembed
 
@@ -49,7 +53,9 @@ def test_a_family_from_outside_is_read_run_and_written_back(toy, tmp_path):
     assert logits.shape == (1, 10, spec.vocab_size)
     assert np.isfinite(logits).all()
     snapshot_source(source, tmp_path / "snapshot")
-    export(spec, params, tmp_path / "snapshot", tmp_path / "out")
+    TrainingStore(tmp_path / "run", keep=1).save(1, params, {}, {}, hf_source=tmp_path / "snapshot")
+    config = ExportConfig(load_parameters_path=str(tmp_path / "run" / "1"), base_output_directory=str(tmp_path / "out"))
+    to_huggingface(config, Console(quiet=True))
     again, same = load_params(tmp_path / "out")
     assert again == spec
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True))
