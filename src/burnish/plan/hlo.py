@@ -1,0 +1,255 @@
+"""What a compiled program sends between devices, read from its text: every collective with bytes, axis and count.
+
+The compiler's own cost analysis counts the body of a loop once; here a collective counts as often as the loops around
+it turn. On TPU a reduce-scatter has no instruction of that name: it is an all-reduce inside a fusion that keeps one
+part. Which mesh axis a collective runs along follows from its groups of devices. Nothing here imports JAX.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"(?<=\s)([a-z][a-z0-9\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)|\b(?:branch_computations|called_computations)="
+    r"\{([^}]*)\}"
+)
+_WHILE = re.compile(r"\bcondition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction; bytes are those of one device and one execution."""
+
+    kind: str
+    size: int  # bytes of the whole array: gathered, reduced or moved
+    axes: tuple[str, ...]  # mesh axes along which devices exchange; () where the groups are of no axes of the mesh
+    group: int  # devices that exchange with one another
+    trips: float  # executions in one run of the program
+    source: str  # the operation of the model that it belongs to, as JAX named it
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in one execution, by the ring algorithms (Patarasuk & Yuan 2009)."""
+        share = (self.group - 1) / self.group if self.group else 0.0
+        if self.kind == "collective-permute":
+            return float(self.size)
+        return self.size * share * (2 if self.kind == "all-reduce" else 1)
+
+
+@dataclass
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    line: str
+    root: bool
+
+
+@dataclass
+class _Module:
+    computations: dict[str, list[_Instruction]] = field(default_factory=dict)
+    entry: str = ""
+
+
+def _parse(text: str) -> _Module:
+    module = _Module()
+    current: list[_Instruction] | None = None
+    for line in text.splitlines():
+        if current is None or not line.startswith(" "):
+            if found := _COMPUTATION.match(line):
+                current = module.computations[found[2]] = []
+                if found[1]:
+                    module.entry = found[2]
+            elif line.startswith("}"):
+                current = None
+            continue
+        found = _INSTRUCTION.match(line)
+        if found is None:
+            continue
+        rest = f" {found[3]}"
+        opcode = _OPCODE.search(rest)
+        if opcode:
+            current.append(_Instruction(found[2], rest[: opcode.start()], opcode[1], line, bool(found[1])))
+    return module
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+def shape_bytes(shape: str) -> list[int]:
+    """Bytes of each array in an HLO shape, "(f32[2,3]{1,0}, s32[])" -> [24, 4]."""
+    return [
+        math.prod(int(n) for n in dims.split(",") if n) * _bits(dtype) // 8 for dtype, dims in _SHAPE.findall(shape)
+    ]
+
+
+def _trip_count(module: _Module, instruction: _Instruction, condition: str) -> int | None:
+    """How often a loop turns: what the compiler notes, or the constant that a counter from 0 is compared with."""
+    if known := _KNOWN_TRIPS.search(instruction.line):
+        return int(known[1])
+    body = module.computations.get(condition, [])
+    constants = {i.name: int(value[1]) for i in body if (value := re.search(r" constant\((\d+)\)", i.line))}
+    for i in body:
+        if i.root and i.opcode == "compare" and "direction=LT" in i.line:
+            operands = re.findall(r"%([\w.\-]+)", i.line.split("compare(", 1)[1].split(")", 1)[0])
+            return constants.get(operands[-1]) if operands else None
+    return None
+
+
+def collectives(
+    text: str, mesh: Mapping[str, int], unknown_trips: Callable[[int], float] = lambda depth: 1.0
+) -> list[Collective]:
+    """All collectives of an optimised HLO module that runs on a mesh of these axis sizes.
+
+    unknown_trips(depth): how often a loop turns whose count is data, at the given depth of loops (0: outermost).
+    """
+    module = _parse(text)
+    found: list[Collective] = []
+
+    def walk(name: str, trips: float, depth: int) -> None:
+        for i in module.computations.get(name, []):
+            kind = i.opcode.removesuffix("-start")
+            if kind in _KINDS:
+                made = _collective(kind, i, name, mesh, trips)
+                if made.group != 1:
+                    found.append(made)
+            elif i.opcode == "while" and (loop := _WHILE.search(i.line)):
+                count = _trip_count(module, i, loop[1])
+                turns = unknown_trips(depth) if count is None else count
+                walk(loop[2], trips * turns, depth + 1)
+            elif i.opcode in ("fusion", "call", "async-start", "conditional"):
+                for called in _called(i.line):
+                    walk(called, trips, depth)
+
+    walk(module.entry, 1.0, 0)
+    return found
+
+
+def _called(line: str) -> Iterator[str]:
+    for single, several in _CALLED.findall(line):
+        yield from [single] if single else (name.strip().lstrip("%") for name in several.split(","))
+
+
+def _collective(kind: str, i: _Instruction, computation: str, mesh: Mapping[str, int], trips: float) -> Collective:
+    parts = shape_bytes(i.shape)
+    if i.opcode.endswith("-start") and kind in ("all-gather", "collective-permute", "reduce-scatter"):
+        # The result also names the operand, and sometimes counters.
+        size = max(parts, default=0)
+    else:
+        size = sum(parts)
+    if kind == "collective-permute":
+        axes = permute_axes(i.line, tuple(mesh.items()))
+        group = 2
+    else:
+        groups = replica_groups(i.line, math.prod(mesh.values()))
+        axes = axes_of(groups, tuple(mesh.items()))
+        group = len(groups[0]) if groups else 0
+    if kind == "reduce-scatter" and not i.opcode.endswith("-start"):
+        size *= max(group, 1)
+    if kind == "all-reduce" and "all-reduce-scatter" in computation:
+        kind = "reduce-scatter"
+    name = re.search(r'op_name="([^"]*)"', i.line)
+    return Collective(kind, size, axes, group, trips, name[1] if name else "")
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def replica_groups(line: str, num_devices: int) -> Groups:
+    """The groups of an instruction, in any of the three ways to write them; () where there are none to be read."""
+    if found := re.search(r"replica_groups=\{(\{[\d, {}]*\})\}", line):
+        return tuple(tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", found[1]))
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        return _iota_groups(*(None if part is None else tuple(map(int, part.split(","))) for part in found.groups()))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        along = re.findall(r"'([^']+)'", found[2])
+        if ":" not in found[2]:
+            return _groups_along(tuple(sizes.items()), tuple(along))
+    if "replica_groups={}" in line:
+        return (tuple(range(num_devices)),)
+    return ()
+
+
+@cache
+def _iota_groups(
+    shape: tuple[int, ...] | None, source: tuple[int, ...] | None, order: tuple[int, ...] | None
+) -> Groups:
+    """[shape]<=[source]T(order): the numbers 0, 1, … in `source`, its axes reordered, cut into rows."""
+    assert shape is not None
+    assert source is not None
+    strides = [math.prod(source[a + 1 :]) for a in range(len(source))]
+    order = order or tuple(range(len(source)))
+    flat = [
+        sum(i * strides[a] for i, a in zip(index, order, strict=True))
+        for index in itertools.product(*(range(source[a]) for a in order))
+    ]
+    width = shape[-1]
+    return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
+
+
+@cache
+def _groups_along(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Groups:
+    """The devices of a mesh, numbered in row-major order, that differ only along `axes`."""
+    rest: dict[tuple[int, ...], list[int]] = {}
+    for number, index in enumerate(itertools.product(*(range(size) for _, size in mesh))):
+        key = tuple(i for i, (name, _) in zip(index, mesh, strict=True) if name not in axes)
+        rest.setdefault(key, []).append(number)
+    return tuple(map(tuple, rest.values()))
+
+
+@cache
+def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """The axes along which these groups lie; () where no set of axes makes them."""
+    asked = {frozenset(g) for g in groups}
+    used = [name for name, size in mesh if size > 1]
+    for count in range(1, len(used) + 1):
+        for axes in itertools.combinations(used, count):
+            if {frozenset(g) for g in _groups_along(mesh, axes)} == asked:
+                return axes
+    return ()
+
+
+def permute_axes(line: str, mesh: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """The axes along which the pairs of a collective-permute differ."""
+    found = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+    if found is None:
+        return ()
+    sizes = [size for _, size in mesh]
+
+    def coordinates(number: int) -> tuple[int, ...]:
+        index = []
+        for size in reversed(sizes):
+            number, rest = divmod(number, size)
+            index.append(rest)
+        return tuple(reversed(index))
+
+    differ: set[str] = set()
+    for a, b in re.findall(r"\{(\d+),\s*(\d+)", "{" + found[1].lstrip("{")):
+        for x, y, (name, _) in zip(coordinates(int(a)), coordinates(int(b)), mesh, strict=True):
+            if x != y:
+                differ.add(name)
+    return tuple(name for name, _ in mesh if name in differ)
