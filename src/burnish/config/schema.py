@@ -27,11 +27,13 @@ from burnish.config.groups import (
     RewardStackOptions,
     RLRunOptions,
     RunOptions,
+    SamplerMeshOptions,
     SamplingOptions,
     StopOptions,
     TagOptions,
     TrainComputeOptions,
     TrainDataOptions,
+    TrainerMeshOptions,
     TrainStepOptions,
     WeightsOptions,
     check_divides,
@@ -95,6 +97,16 @@ class RunConfig(
     rollout_micro_batch_size: AllOrCount = option(
         -1, "Prompts whose completions are sampled at once; -1 is the whole batch", unit="prompts"
     )
+
+    @model_validator(mode="after")
+    def _old_weights_sample_elsewhere(self) -> Self:
+        if self.rl.off_policy_steps and not self.has_split_devices:
+            raise ValueError(
+                f"rl.off_policy_steps={self.rl.off_policy_steps} samples while it trains, for which the sampler needs "
+                "devices of its own: give trainer_devices_fraction=0.5 and sampler_devices_fraction=0.5, or "
+                "rl.off_policy_steps=0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rollouts_fit_the_update(self) -> Self:
@@ -194,7 +206,16 @@ class PlanConfig(RunConfig):
         return self.completion_tokens or self.max_target_length - self.resolved_prompt_tokens
 
 
-class SFTConfig(CommandConfig, ModelOptions, RunOptions, TrainDataOptions, LengthOptions, TrainingConfig, TagOptions):
+class SFTConfig(
+    CommandConfig,
+    ModelOptions,
+    RunOptions,
+    TrainDataOptions,
+    LengthOptions,
+    TrainingConfig,
+    TagOptions,
+    TrainerMeshOptions,
+):
     """Options of sft."""
 
     section: ClassVar[str] = "Fine-tuning"
@@ -225,6 +246,7 @@ class EvalConfig(
     ComputeOptions,
     TagOptions,
     RewardStackOptions,
+    SamplerMeshOptions,
 ):
     """Options of evaluate."""
 
@@ -241,7 +263,9 @@ class EvalConfig(
         return self.max_num_seqs or self.eval_batch_size * self.num_eval_passes
 
 
-class ChatConfig(CommandConfig, ModelOptions, LengthOptions, SamplingOptions, StopOptions, ComputeOptions):
+class ChatConfig(
+    CommandConfig, ModelOptions, LengthOptions, SamplingOptions, StopOptions, ComputeOptions, SamplerMeshOptions
+):
     """Options of chat."""
 
     max_prefill_predict_length: int = option(

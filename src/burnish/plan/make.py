@@ -17,6 +17,7 @@ from burnish.plan.estimate import Assumptions, Sizes, Traffic
 from burnish.plan.programs import Job, Sampler, Trainer, compile_job, device_bytes
 from burnish.plan.result import Moment, Plan, Program, Side
 from burnish.plan.workload import Workload, workload
+from burnish.rl.devices import check_model, choose_devices, sampler_mesh, trainer_mesh, trainer_sizes
 from burnish.rl.loading import open_model
 
 WEIGHTS = "weights"
@@ -52,20 +53,21 @@ class Setting:
 
     @staticmethod
     def of(cfg: PlanConfig, spec: ModelSpec, topology: Topology, devices: Sequence[jax.Device]) -> "Setting":
-        """Raises MeshError where model or batch can not be split as the options say."""
-        trainer_mesh, sampler_mesh = _meshes(cfg, devices)
-        shared = set(trainer_mesh.devices.flat) == set(sampler_mesh.devices.flat)
-        shards = rules.ways("batch", trainer_mesh.shape), rules.ways("batch", sampler_mesh.shape)
+        """Raises BurnishError where devices or model can not be split as the options say."""
+        chosen = choose_devices(cfg, devices)
+        check_model(spec, trainer_sizes(cfg, chosen.trainer))
+        on_trainer, on_sampler = trainer_mesh(cfg, chosen.trainer), sampler_mesh(cfg, chosen)
+        shards = rules.ways("batch", on_trainer.shape), rules.ways("batch", on_sampler.shape)
         longest = workload(cfg, spec, *shards, longest=True)
         return Setting(
             cfg=cfg,
             spec=spec,
             topology=topology,
-            trainer=Trainer.of(cfg, spec, trainer_mesh),
-            sampler=Sampler.of(cfg, spec, sampler_mesh, longest),
+            trainer=Trainer.of(cfg, spec, on_trainer),
+            sampler=Sampler.of(cfg, spec, on_sampler, longest),
             expected=workload(cfg, spec, *shards),
             longest=longest,
-            shared=shared,
+            shared=not chosen.split,
         )
 
     @property
@@ -196,11 +198,3 @@ def memory_moments(setting: Setting, programs: Sequence[Program]) -> list[Moment
         moved = view if setting.cfg.rl.reshard_chunk_size is None else 0
         moments.append(Moment("weights are sent", on_trainer, training | {VIEW: moved}))
     return moments
-
-
-def _meshes(cfg, devices):
-    from burnish.parallel.mesh import MeshSizes, make_mesh
-    from burnish.rl.devices import choose_devices, sampler_mesh
-    chosen = choose_devices(cfg, devices)
-    a = MeshSizes(cfg.ici_data_parallelism, cfg.ici_fsdp_parallelism, cfg.ici_expert_parallelism, cfg.ici_tensor_parallelism, max(1, cfg.dcn_data_parallelism))
-    return make_mesh(chosen.trainer, a, allow_split_physical_axes=cfg.allow_split_physical_axes), sampler_mesh(cfg, chosen)

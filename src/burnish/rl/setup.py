@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from burnish.config.describe import eval_sampling
 from burnish.config.groups import (
@@ -129,9 +130,16 @@ def eval_sampling_params(cfg: RunConfig | EvalConfig, tokenizer: Tokenizer) -> S
 
 
 def make_engine(
-    source: ModelSource, lengths: LengthOptions, longest_prompt: int, max_slots: int, dtype: str
+    source: ModelSource,
+    lengths: LengthOptions,
+    longest_prompt: int,
+    max_slots: int,
+    dtype: str,
+    mesh: Mesh | None = None,
+    reshard_chunk_size: int | None = None,
 ) -> BuiltinEngine:
-    """A generation engine for prompts of at most `longest_prompt` tokens and sequences of the options' length."""
+    """A generation engine for prompts of at most `longest_prompt` tokens and sequences of the options' length, by
+    default on one device."""
     return BuiltinEngine(
         source.spec,
         source.tokenizer.decode,
@@ -139,6 +147,8 @@ def make_engine(
         max_prompt_tokens=longest_prompt,
         max_total_tokens=lengths.max_target_length,
         dtype=compute_dtype(dtype),
+        mesh=mesh,
+        reshard_chunk_size=reshard_chunk_size,
     )
 
 
@@ -157,6 +167,7 @@ def update_options(cfg: RunConfig | SFTConfig) -> UpdateOptions:
             epsilon_low=cfg.rl.grpo_epsilon,
             epsilon_high=cfg.rl.resolved_epsilon_high,
             beta=cfg.rl.grpo_beta,
+            importance_cap=cfg.rl.importance_weight_cap if cfg.rl.off_policy_steps else None,
         )
         temperature = cfg.decode_sampling_temperature
     else:
