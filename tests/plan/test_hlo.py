@@ -110,7 +110,7 @@ TPU_TEXT = """HloModule jit_f, is_scheduled=true
   %p = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) parameter(0)
   %x = f32[256,64]{1,0:T(8,128)} get-tuple-element(%p), index=1
   %fusion.1 = f32[64,64]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
-  %ag = (f32[64,64]{1,0}, f32[256,64]{1,0}) all-gather-start(%fusion.1), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %ag = (f32[64,64]{1,0}, f32[256,64]{1,0}) all-gather-start(%fusion.1), replica_groups=[2,4]<=[4,2]T(1,0)
   %agd = f32[256,64]{1,0} all-gather-done(%ag)
   ROOT %t = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) tuple(%i, %agd)
 }

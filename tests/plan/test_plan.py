@@ -110,15 +110,15 @@ def test_search_says_when_nothing_fits():
     asked = setting()
     found = search(asked.cfg, asked.spec, one_device(2**20), jax.devices()[:1])
     assert (found.found, found.tried) == (None, ())
-    assert found.considered > 10
+    assert found.considered >= 5  # one for each optimizer at least
 
 
 @pytest.mark.slow
 def test_virtual_devices_are_planned_with_their_exchange(tmp_path):
-    plan, printed = plan_in_a_process(tmp_path, "topology=cpu-4", "ici_tensor_parallelism=2", *SMALL)
-    assert plan["meshes"]["trainer"] == {"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}
+    plan, printed = plan_in_a_process(tmp_path, "topology=cpu-4", "ici_data_parallelism=2", *SMALL)
+    assert plan["meshes"]["trainer"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 1}
     gradients = next(p for p in plan["programs"] if p["name"] == "gradients")
-    assert {axis for c in gradients["collectives"] for axis in c["axes"]} == {"fsdp", "tensor"}
+    assert {axis for c in gradients["collectives"] for axis in c["axes"]} == {"data", "fsdp"}
     assert plan["estimate"] is None
     assert "No times are estimated" in printed
 
@@ -127,7 +127,7 @@ def test_virtual_devices_are_planned_with_their_exchange(tmp_path):
 @pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu, the TPU compiler (extra tpu), is not installed")
 def test_a_slice_of_tpus_is_planned_without_one(tmp_path):
     page = tmp_path / "plan.html"
-    options = ["topology=v6e-8", *SMALL, "ici_tensor_parallelism=2", "rl.grpo_beta=0.08"]
+    options = ["topology=v6e-8", *SMALL, "ici_data_parallelism=2", "rl.grpo_beta=0.08"]
     options += ["price_per_chip_hour=2", f"html_file={page}"]
     plan, printed = plan_in_a_process(tmp_path, *options)
     assert plan["fits"] is True
@@ -153,7 +153,7 @@ def test_without_the_compiler_the_extra_is_named(tmp_path):
         "import sys; sys.modules['libtpu'] = None; from burnish.cli.main import main; main(['plan', 'topology=v6e-8'])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.returncode == 2
+    assert run.returncode == 1
     assert "burnish[tpu]" in run.stderr
 
 

@@ -6,6 +6,8 @@ never see it.
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,19 @@ def plan(cfg: PlanConfig) -> dict[str, Any]:
     from burnish.plan import make, report, search
     from burnish.plan.programs import devices_of
 
-    console = Console(stderr=True, highlight=False)
     devices = devices_of(topology)
     spec = make.spec_of(cfg)
     if cfg.dtype == "auto" and topology.chip.platform != "cpu":
         # What auto comes to on those devices; here it would be this machine's.
         cfg = cfg.model_copy(update={"dtype": "bfloat16"})
     setting = make.Setting.of(cfg, spec, topology, devices)
-    with console.status("") as status:
-        made = make.make_plan(
-            setting, exact=cfg.exact, on_program=lambda name: status.update(f"compiling {name} for {topology.name}")
-        )
+    with _progress() as show:
+        made = make.make_plan(setting, exact=cfg.exact, on_program=lambda name: show(f"compiling {name}"))
     result = report.as_json(made)
     report.print_plan(made)
     if cfg.search and made.fits is False:
-        with console.status("") as status:
-            found = search.search(cfg, spec, topology, devices, status.update)
+        with _progress() as show:
+            found = search.search(cfg, spec, topology, devices, show)
         report.print_search(found)
         result["search"] = report.search_json(found)
     if cfg.json_file:
@@ -71,6 +70,17 @@ def prepare(topology: Topology, exact: bool) -> None:
         with contextlib.suppress(RuntimeError):  # JAX runs already: with the devices it has
             jax.config.update("jax_num_cpu_devices", topology.num_devices)
     jax.config.update("jax_optimization_level", "UNKNOWN" if exact else "O1")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what goes on: in one line of a terminal that is gone at the end, or else as a line each."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: console.print(text, soft_wrap=True)
 
 
 def _write(path: str, text: str) -> None:

@@ -20,11 +20,15 @@ from burnish.models.params import layer_infos
 from burnish.models.spec import ModelSpec
 from burnish.parallel import rules
 from burnish.plan.chips import Topology
-from burnish.plan.make import Setting, make_plan, memory_moments
-from burnish.plan.result import Memory, Plan, Program
+from burnish.plan.make import OPTIMIZER, REFERENCE, VIEW, WEIGHTS, Setting, make_plan, memory_moments
+from burnish.plan.result import Memory, Moment, Plan, Program
 from burnish.rl.logprobs import CHUNK_TOKENS, KEEP_BYTES
 
-AXES = ("data", "fsdp", "expert", "tensor")
+MOST_COMPILED = 24
+"""Candidates that are compiled at most."""
+
+_PASSING = ("train_micro_batch_size", "remat_policy", "max_num_seqs")
+_LASTING = (WEIGHTS, OPTIMIZER, REFERENCE, VIEW)
 
 
 @dataclass(frozen=True)
@@ -66,23 +70,31 @@ def search(
     end = time.monotonic() + cfg.search_seconds
     limit = topology.chip.memory
     assert limit is not None
-    candidates: list[tuple[float, int, dict[str, Any], Setting]] = []
+    candidates: list[tuple[float, dict[str, Any], Setting]] = []
     considered = 0
+    hopeless: set[tuple[tuple[str, Any], ...]] = set()
     for distance, changes in _combinations(cfg, topology):
         if time.monotonic() > end:
             break
+        # What is held whatever the micro-batch, recomputation and slots.
+        lasting = tuple((name, value) for name, value in changes.items() if name not in _PASSING)
+        if lasting in hopeless:
+            continue
         setting = _setting(cfg, changes, spec, topology, devices)
         if setting is None:
             continue
         considered += 1
-        progress(f"search: {considered} settings reckoned")
-        size = reckoned(setting)
-        if size <= limit:
-            candidates.append((distance, size, changes, setting))
-            if len(candidates) >= 24:
+        if considered % 50 == 0:
+            progress(f"search: {considered} settings reckoned")
+        moments = reckoned(setting)
+        if max(sum(m.kinds.get(kind, 0) for kind in _LASTING) for m in moments) > limit:
+            hopeless.add(lasting)
+        elif max(m.total for m in moments) <= limit:
+            candidates.append((distance, changes, setting))
+            if len(candidates) >= MOST_COMPILED:
                 break
     tried: list[Tried] = []
-    for _, _, changes, setting in candidates:
+    for _, changes, setting in candidates:
         if time.monotonic() > end:
             return Search(None, {}, tuple(tried), considered, True)
         progress(f"search: compiling {words(changes)}")
@@ -180,13 +192,13 @@ def _trainer_meshes(cfg: PlanConfig, topology: Topology) -> list[_Choice]:
     return choices
 
 
-def reckoned(setting: Setting) -> int:
-    """Bytes of the fullest moment of one device, with temporaries by rule of thumb."""
+def reckoned(setting: Setting) -> list[Moment]:
+    """What one device holds at every moment, with temporaries by rule of thumb."""
     programs = [
         Program(job.name, job.side, job.per_step, _reckoned_memory(setting, job.name), (), 0.0)
         for job in setting.jobs()
     ]
-    return max(moment.total for moment in memory_moments(setting, programs))
+    return memory_moments(setting, programs)
 
 
 def _reckoned_memory(setting: Setting, program: str) -> Memory:
@@ -197,7 +209,7 @@ def _reckoned_memory(setting: Setting, program: str) -> Memory:
         sampler = setting.sampler
         rows = setting.longest.slots / rules.ways("batch", sampler.mesh.shape)
         temporaries = int(rows * setting.spec.vocab_size * 4 * 2)
-    return Memory(arguments=0, outputs=0, aliased=0, temporaries=temporaries, code=2**26)
+    return Memory(arguments=0, outputs=0, aliased=0, temporaries=temporaries, code=0)
 
 
 def _training_temporaries(setting: Setting, *, backward: bool) -> int:
