@@ -68,7 +68,8 @@ def relaid(pieces: Sequence[Piece], dtype: Any) -> list[jax.Array]:
     """Copies of the pieces in `dtype` on their targets, whose devices are the sources' (or the sources are on none)."""
     layouts = tuple(p.target for p in pieces)
     sent = _layouts_on_sender(pieces)
-    arrays, _ = _cut_out(_arrays(pieces), _indices(pieces), dtype=dtype, layouts=sent, summed=False)
+    with on(sent[0].mesh):
+        arrays, _ = _cut_out(_arrays(pieces), _indices(pieces), dtype=dtype, layouts=sent, summed=False)
     return [x if a == b else jax.device_put(x, b) for x, a, b in zip(arrays, sent, layouts, strict=True)]
 
 
@@ -81,15 +82,15 @@ def send(pieces: Sequence[Piece], dtype: Any, version: int, chunk_size: int | No
     size = chunk_size or len(pieces)
     for i in range(0, len(pieces), size):
         chunk = pieces[i : i + size]
-        arrays, sums = _cut_out(
-            _arrays(chunk), _indices(chunk), dtype=dtype, layouts=_layouts_on_sender(chunk), summed=True
-        )
+        sent = _layouts_on_sender(chunk)
+        with on(sent[0].mesh):
+            arrays, sums = _cut_out(_arrays(chunk), _indices(chunk), dtype=dtype, layouts=sent, summed=True)
         sums_sent |= {p.name: s for p, s in zip(chunk, sums, strict=True)}
         arrived = _copy({p.name: x for p, x in zip(chunk, arrays, strict=True)}, {p.name: p.target for p in chunk})
         if chunk_size is not None:
             jax.block_until_ready(arrived)  # so that no more than a chunk is held twice
         received |= arrived
-    _verify(version, sums_sent, received)
+    _verify(version, sums_sent, received, pieces[0].target.mesh)
     num_bytes = sum(x.nbytes for x in received.values())
     return received, Transfer(version, len(received), num_bytes, time.perf_counter() - start)
 
@@ -168,13 +169,14 @@ def _copy(arrays: Mapping[str, jax.Array], targets: Mapping[str, NamedSharding])
 _checksums = jax.jit(lambda arrays: [checksum(x) for x in arrays])
 
 
-def _verify(version: int, sums_sent: Mapping[str, jax.Array], received: Mapping[str, jax.Array]) -> None:
+def _verify(
+    version: int, sums_sent: Mapping[str, jax.Array], received: Mapping[str, jax.Array], receiver: Mesh
+) -> None:
     what = f"transfer of weights, version {version}"
     for name in sorted(sums_sent.keys() ^ received.keys()):
         raise TransferError(f"{what}: {name} {'did not arrive' if name in sums_sent else 'was not sent'}")
     names = list(received)
-    mesh = received[names[0]].sharding.mesh  # type: ignore[union-attr]
-    with on(mesh):
+    with on(receiver):
         sums = jax.device_get(_checksums([received[name] for name in names]))
     for name, got in zip(names, sums, strict=True):
         if got != (sent := np.asarray(sums_sent[name])):

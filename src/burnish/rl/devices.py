@@ -58,16 +58,20 @@ def choose_devices(cfg: RunConfig, devices: Sequence[jax.Device] | None = None) 
     return Devices(everything[: counts[0]], everything[len(everything) - counts[1] :])
 
 
-def sampler_mesh(cfg: RunConfig, devices: Devices) -> Mesh:
+def sampler_mesh(cfg: RunConfig, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of rollout_{data,expert,tensor}_parallelism. Raises MeshError where the sizes are not those of the
     devices."""
-    sizes = MeshSizes(
+    return make_mesh(devices, sampler_sizes(cfg, devices), allow_split_physical_axes=cfg.allow_split_physical_axes)
+
+
+def sampler_sizes(cfg: RunConfig, devices: Sequence[jax.Device]) -> MeshSizes:
+    """Sizes of the sampler's mesh axes on these devices. Raises MeshError."""
+    return MeshSizes(
         data=cfg.rollout_data_parallelism,
         expert=cfg.rollout_expert_parallelism,
         tensor=cfg.rollout_tensor_parallelism,
         prefix="rollout",
-    )
-    return make_mesh(devices.sampler, sizes, allow_split_physical_axes=cfg.allow_split_physical_axes)
+    ).resolve(len(devices))
 
 
 def trainer_mesh(cfg: RunConfig | SFTConfig, devices: Sequence[jax.Device]) -> Mesh:

@@ -268,18 +268,22 @@ def _read_config(directory: RunDirectory) -> dict[str, Any]:
 
 
 def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> TrainState:
-    """The shapes and dtypes of a run's TrainState, with nothing allocated."""
+    """The shapes, dtypes and shardings of a run's TrainState, with nothing allocated."""
     params = jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(info.shape, jnp.dtype(weight_dtype)),
         param_infos(model.spec),
         is_leaf=lambda x: isinstance(x, ParamInfo),
     )
-    return jax.eval_shape(updater.init, params)
+    return jax.tree.map(
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        jax.eval_shape(updater.init, params),
+        updater.state_shardings,
+    )
 
 
-def on_device(params: Params) -> Params:
-    """Weights that were read from disk as arrays that an update may consume."""
-    return jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params)
+def on_device(params: Params, updater: Updater) -> Params:
+    """Weights that were read from disk as arrays that an update may consume, on its devices."""
+    return jax.device_put(params, updater.state_shardings.params, may_alias=False)
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

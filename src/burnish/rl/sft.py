@@ -42,7 +42,7 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         if restored is None:
-            state, start = updater.init(on_device(_weights(cfg, model))), 0
+            state, start = updater.init(on_device(_weights(cfg, model), updater)), 0
             extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step

@@ -33,7 +33,7 @@ from burnish.rewards.types import Score, ScoreStatus
 from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
 from burnish.rl.ahead import Batch, SamplingAhead
-from burnish.rl.devices import choose_devices, sampler_mesh
+from burnish.rl.devices import check_model, choose_devices, sampler_mesh, sampler_sizes, trainer_mesh, trainer_sizes
 from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
@@ -93,8 +93,10 @@ def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
     RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
     devices = choose_devices(cfg)
-    mesh = sampler_mesh(cfg, devices)
+    training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
     model = open_model(cfg)
+    check_model(model.spec, trainer_sizes(cfg, devices.trainer))
+    check_model(model.spec, sampler_sizes(cfg, devices.sampler))
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
     eval_prompts: list[Prompt] = []
@@ -111,11 +113,11 @@ def run_training(cfg: RunConfig) -> Outcome:
             raise run.end_for_restart((run.store.latest() or 0) if cfg.resume else 0) from None
         for line in report.lines():
             run.printer.note(line)
-        updater = Updater(model.spec, setup.update_options(cfg))
+        updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
         engine = setup.make_engine(
-            model, cfg, longest, max_slots, cfg.dtype, mesh, reshard_chunk_size=cfg.rl.reshard_chunk_size
+            model, cfg, longest, max_slots, cfg.dtype, sampling, reshard_chunk_size=cfg.rl.reshard_chunk_size
         )
         run.check_space(model, updater)
         restored = run.restore(model, updater)
@@ -125,7 +127,7 @@ def run_training(cfg: RunConfig) -> Outcome:
             initial = model.load(cfg.weight_dtype)
         if restored is None:
             assert initial is not None
-            state, start = updater.init(on_device(initial)), 0
+            state, start = updater.init(on_device(initial, updater)), 0
             extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None, "in_flight": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step
@@ -133,7 +135,7 @@ def run_training(cfg: RunConfig) -> Outcome:
         reference = None
         if cfg.rl.grpo_beta:
             assert initial is not None
-            reference = on_device(initial)
+            reference = on_device(initial, updater)
         del initial  # a whole model in host memory
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
@@ -251,7 +253,7 @@ def _step(
     state, update_metrics, trained_tokens = _update(parts, state, sampled)
     t2 = time.perf_counter()
     run.printer.phase(f"step {step}: waiting for the next completions")
-    following = ahead and ahead.wait()
+    following = None if ahead is None else ahead.wait()
     t3 = time.perf_counter()
     moved = _hand_over(run, parts, state, step)
     t4 = time.perf_counter()
@@ -347,6 +349,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         sampled.valid,
         max_tokens=setup.row_tokens(cfg),
         max_groups=cfg.resolved_train_micro_batch_size,
+        rows=updater.rows,
         keep_zero_advantages=cfg.rl.grpo_beta > 0,
     )
     if parts.reference is not None:

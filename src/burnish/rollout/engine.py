@@ -101,10 +101,9 @@ class BuiltinEngine:
         """See RolloutEngine. Copies the trainer's tree (stacked layers) into the decode view."""
         _check_tree(self._spec, params)
         self._view = None  # frees the old weights before the new ones are made
-        with on(self._mesh):
-            view, report = decode.decode_view(
-                self._spec, params, self._mesh, self._dtype, version, self._reshard_chunk_size
-            )
+        view, report = decode.decode_view(
+            self._spec, params, self._mesh, self._dtype, version, self._reshard_chunk_size
+        )
         # Waits for the copy: NumPy arrays may be read in place, and the caller may change them on return.
         self._view = jax.block_until_ready(view)
         self._version = version

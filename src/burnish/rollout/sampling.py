@@ -120,7 +120,7 @@ def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _sealed_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k` behind a barrier, which keeps XLA from merging later slices into its own: it would sort whole rows."""
+    """`lax.top_k` behind a barrier: with later slices merged into its own, XLA would sort whole rows."""
     values, ids = lax.top_k(x, k)
     # In the other order: as it is, XLA's compiler for several CPU devices takes top_k and barrier for one, and crashes.
     ids, values = lax.optimization_barrier((ids, values))
