@@ -17,7 +17,7 @@ from burnish.plan.estimate import Assumptions, Sizes, Traffic
 from burnish.plan.programs import Job, Sampler, Trainer, compile_job, device_bytes
 from burnish.plan.result import Moment, Plan, Program, Side
 from burnish.plan.workload import Workload, workload
-from burnish.rl.devices import check_model, choose_devices, sampler_mesh, trainer_mesh, trainer_sizes
+from burnish.rl.devices import check_model, choose_devices, sampler_mesh, sampler_sizes, trainer_mesh, trainer_sizes
 from burnish.rl.loading import open_model
 
 WEIGHTS = "weights"
@@ -56,7 +56,8 @@ class Setting:
         """Raises BurnishError where devices or model can not be split as the options say."""
         chosen = choose_devices(cfg, devices)
         check_model(spec, trainer_sizes(cfg, chosen.trainer))
-        on_trainer, on_sampler = trainer_mesh(cfg, chosen.trainer), sampler_mesh(cfg, chosen)
+        check_model(spec, sampler_sizes(cfg, chosen.sampler))
+        on_trainer, on_sampler = trainer_mesh(cfg, chosen.trainer), sampler_mesh(cfg, chosen.sampler)
         shards = rules.ways("batch", on_trainer.shape), rules.ways("batch", on_sampler.shape)
         longest = workload(cfg, spec, *shards, longest=True)
         return Setting(

@@ -167,7 +167,7 @@ class Trainer:
         packed = packed_step(cfg, cfg.max_prefill_predict_length, longest, updater.rows)
         batch = packed.micro_batches[0]
         if cfg.rl.grpo_beta or cfg.rl.num_iterations > 1:
-            numbers = np.zeros(batch.tokens.shape, np.float32)
+            numbers: Any = np.zeros(batch.tokens.shape, np.float32)
             batch = replace(
                 batch,
                 old_logprobs=numbers if cfg.rl.num_iterations > 1 else None,
@@ -241,16 +241,13 @@ class Sampler:
         rest = {name: place(info) for name, info in infos.items() if name not in ("layers", "tail")}
         layers = [{name: place(i) for name, i in layer_infos(spec.at(n)).items()} for n in range(spec.num_layers)]
 
+        def cache(shape: tuple[int, ...]) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding(decode.CACHE_AXES, shape, mesh))
+
         def caches(num: int, columns: int) -> list[decode.LayerCache]:
             def one(kind: ModelSpec) -> decode.LayerCache:
                 K, N = decode.cache_heads(kind, mesh.shape), kind.head_dim
-                shapes = (num, K, N, columns), (num, K, columns, N)
-                return decode.LayerCache(
-                    *(
-                        jax.ShapeDtypeStruct(x, dtype, sharding=rules.sharding(decode.CACHE_AXES, x, mesh))
-                        for x in shapes
-                    )
-                )
+                return decode.LayerCache(cache((num, K, N, columns)), cache((num, K, columns, N)))
 
             return [one(spec.at(i)) for i in range(spec.num_layers)]
 
