@@ -1,7 +1,6 @@
 """`burnish plan`: says what a run needs and costs before it is paid for.
 
-What the compiler of an absent device needs from the environment is set here, before JAX is imported; other commands
-never see it.
+What the compiler of an absent device needs from the environment is set here, before JAX is imported.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from burnish.config.schema import PlanConfig
 from burnish.errors import BurnishError
+from burnish.parallel import absent_tpu
 from burnish.plan.chips import Topology, parse_topology
 
 
@@ -54,16 +54,9 @@ def plan(cfg: PlanConfig) -> dict[str, Any]:
 def prepare(topology: Topology, exact: bool) -> None:
     """Sets what compiling for `topology` on this machine needs: no accelerator of its own, virtual devices where those
     are asked for, and the optimisation level."""
-    # Values that somebody has set for a reason stay.
-    for name, value in {
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several plans at a time
-        # The TPU library asks the machine which TPU it has, at length, unless it is told.
-        "TPU_ACCELERATOR_TYPE": "v6e-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_SKIP_MDS_QUERY": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a run may have the library in use
+    absent_tpu.settle()
     import jax
 
     if topology.chip.platform == "cpu":
