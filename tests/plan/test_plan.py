@@ -14,9 +14,11 @@ import pytest
 from burnish.config.overrides import load_config
 from burnish.config.schema import PlanConfig
 from burnish.models.params import init_params
+from burnish.models.spec import ExpertsSpec
 from burnish.plan import make, report
 from burnish.plan.chips import CHIPS, Topology, parse_topology
-from burnish.plan.estimate import Assumptions, Sizes, Traffic, estimate
+from burnish.plan.counts import matrices_read
+from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic, estimate
 from burnish.plan.programs import out_of_memory
 from burnish.plan.search import search
 from burnish.rollout import decode
@@ -176,11 +178,9 @@ def test_what_the_compiler_says_of_too_large_programs():
 
 
 SIZES = Sizes(
-    trainer_devices=8,
-    sampler_devices=8,
+    trainer=Split(tensor=1, expert=1, groups=8),
+    sampler=Split(tensor=1, expert=1, groups=8),
     shared=True,
-    trainer_weight_ways=1,
-    sampler_weight_ways=1,
     state_bytes=10**9,
     master_bytes=10**9,
     view_bytes=10**9,
@@ -208,6 +208,15 @@ def test_the_estimate_is_a_roofline():
     assert made.run == pytest.approx(7 * made.step)
     assert 0 < made.share_of_peak < 1
     assert phases["optimizer"].at_best == pytest.approx(2e9 / chip.memory_bandwidth)
+
+
+def test_a_device_reads_its_part_of_the_weights_and_of_the_experts_that_its_group_needs():
+    spec = setting().spec
+    mixture = dataclasses.replace(spec, experts=ExpertsSpec(num_experts=8, num_active=2, d_expert=16))
+    dense, experts = matrices_read(mixture, 5)
+    split = Split(tensor=2, expert=4, groups=3)
+    assert split.devices == 24
+    assert split.read(mixture, 15) == pytest.approx(2 * (dense / 2 + experts / 8))
 
 
 def test_sampling_and_training_overlap_only_on_devices_of_their_own():

@@ -24,23 +24,23 @@ def matrix_weights(spec: ModelSpec) -> float:
     """Weights that one token is multiplied with in all layers, without the vocabulary projection."""
     total = 0.0
     for i in range(spec.num_layers):
-        dense, experts = _matrices(spec.at(i))
         kind = spec.at(i)
+        dense, experts = _matrices(kind)
         total += dense + (experts * kind.experts.num_active / kind.experts.num_experts if kind.experts else 0)
     return total
 
 
-def matrices_read(spec: ModelSpec, tokens: float) -> float:
-    """Weights that a step over `tokens` tokens has to read in all layers: of experts, those that some token goes to if
-    the router spreads tokens evenly (E·(1 - (1 - A/E)^tokens) of E)."""
-    total = 0.0
+def matrices_read(spec: ModelSpec, tokens: float) -> tuple[float, float]:
+    """(dense weights, experts' weights) that a step over `tokens` tokens has to read in all layers: of experts, those
+    that some token goes to if the router spreads tokens evenly, E·(1 - (1 - A/E)^tokens) of E."""
+    dense = experts = 0.0
     for i in range(spec.num_layers):
         kind = spec.at(i)
-        dense, experts = _matrices(kind)
-        total += dense
+        of_layer, of_experts = _matrices(kind)
+        dense += of_layer
         if kind.experts:
-            total += experts * (1 - (1 - kind.experts.num_active / kind.experts.num_experts) ** tokens)
-    return total
+            experts += of_experts * (1 - (1 - kind.experts.num_active / kind.experts.num_experts) ** tokens)
+    return dense, experts
 
 
 def visible_pairs(prompt: int, completion: int, completions: int, window: int | None = None) -> int:

@@ -96,14 +96,32 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the estimate needs to know of the two sides: their devices, how their weights are split, and bytes."""
+class Split:
+    """How the weights of a layer are split while it is computed (what fsdp splits is gathered by then), and into how
+    many groups of devices the tokens are."""
 
-    trainer_devices: int
-    sampler_devices: int
+    tensor: int
+    expert: int
+    groups: int
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.expert * self.groups
+
+    def read(self, spec: ModelSpec, tokens: float, itemsize: int = 2) -> float:
+        """Bytes of all layers' weights that a device reads in a pass over `tokens` tokens, all devices' together. The
+        devices that share out the experts work on the same tokens."""
+        dense, experts = counts.matrices_read(spec, tokens / self.groups)
+        return itemsize * (dense / self.tensor + experts / (self.tensor * self.expert))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the estimate needs to know of the two sides."""
+
+    trainer: Split
+    sampler: Split
     shared: bool  # the same devices do both
-    trainer_weight_ways: int  # devices over which a layer's weights stay split while it is computed
-    sampler_weight_ways: int
     state_bytes: int  # per trainer device: weights, optimizer state and gradients
     master_bytes: int  # per trainer device: weights
     view_bytes: int  # per sampler device: weights
@@ -141,17 +159,14 @@ def estimate(
     model_forward = counts.forward_flops(spec, w.row_tokens, attention, w.trained_tokens)
     forward = counts.forward_flops(spec, row_tokens, attention, w.trained_tokens)
     layers = counts.forward_flops(spec, row_tokens, attention, 0)
-    weights_read = 2.0 * counts.matrix_weights(spec) / sizes.trainer_weight_ways
-    if spec.experts is not None:
-        per_device = row_tokens / max(w.micro_batches, 1) / sizes.trainer_devices
-        weights_read = 2.0 * counts.matrices_read(spec, per_device) / sizes.trainer_weight_ways
+    weights_read = sizes.trainer.read(spec, w.rows * w.row_length)
     passes = 3 + (w.recomputes and 1)
     if w.reference:
         phases.append(
             clock.phase(
                 "reference logprobs",
                 model_forward,
-                forward / sizes.trainer_devices,
+                forward / sizes.trainer.devices,
                 weights_read * w.micro_batches,
                 sent("logprobs", w.micro_batches),
                 w.micro_batches,
@@ -163,7 +178,7 @@ def estimate(
         clock.phase(
             "gradients",
             3 * model_forward * w.iterations,
-            (3 * forward + (layers if w.recomputes else 0)) * w.iterations / sizes.trainer_devices,
+            (3 * forward + (layers if w.recomputes else 0)) * w.iterations / sizes.trainer.devices,
             passes * weights_read * times,
             sent("gradients", times),
             times,
@@ -212,16 +227,16 @@ def _sampling(
     spec: ModelSpec, w: Workload, sizes: Sizes, completions: int, prompts: int
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """(model FLOPs, FLOPs per device, bytes read per device) of prefill and of decoding."""
-    n = sizes.sampler_devices
+    n = sizes.sampler.devices
     prompt_attention = counts.attention_flops(spec, w.prompt_tokens, 0, 0)
     prefill_flops = prompts * counts.forward_flops(spec, w.prompt_tokens, prompt_attention, 0)
-    prefill_read = w.prefill_calls * 2.0 * counts.matrices_read(spec, w.prefill_tokens) / sizes.sampler_weight_ways
+    prefill_read = w.prefill_calls * sizes.sampler.read(spec, w.prefill_tokens)
 
     with_completions = counts.attention_flops(spec, w.prompt_tokens, w.completion_tokens, w.completions)
     tokens = completions * w.completion_tokens
     decode_flops = counts.forward_flops(spec, tokens, prompts * (with_completions - prompt_attention), tokens)
-    head = spec.vocab_size * spec.d_model
-    weights = 2.0 * (counts.matrices_read(spec, w.slots) + head) / sizes.sampler_weight_ways
+    head = 2.0 * spec.vocab_size * spec.d_model / sizes.sampler.tensor
+    weights = sizes.sampler.read(spec, w.slots) + head
     # A lane's prompt is read once for its slots; a row's own columns once each.
     per_step = w.slots / n * counts.cache_read(spec, w.completion_tokens / 2, 2)
     per_step += w.lanes / n * counts.cache_read(spec, w.prompt_tokens, 2)

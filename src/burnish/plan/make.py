@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 from burnish.config.schema import PlanConfig
 from burnish.models.families import preset_config, spec_from_hf
@@ -13,7 +14,7 @@ from burnish.models.spec import ModelSpec
 from burnish.parallel import rules
 from burnish.plan import estimate as estimates
 from burnish.plan.chips import Topology
-from burnish.plan.estimate import Assumptions, Sizes, Traffic
+from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic
 from burnish.plan.programs import Job, Sampler, Trainer, compile_job, device_bytes
 from burnish.plan.result import Moment, Plan, Program, Side
 from burnish.plan.workload import Workload, workload
@@ -138,20 +139,18 @@ def too_large(setting: Setting, programs: Sequence[Program]) -> bool:
 def sizes(setting: Setting) -> Sizes:
     trainer, sampler = setting.trainer, setting.sampler
     return Sizes(
-        trainer_devices=trainer.updater.mesh.size,
-        sampler_devices=sampler.mesh.size,
+        trainer=_split(trainer.updater.mesh),
+        sampler=_split(sampler.mesh),
         shared=setting.shared,
-        trainer_weight_ways=_weight_ways(trainer.updater.mesh.shape),
-        sampler_weight_ways=_weight_ways(sampler.mesh.shape),
         state_bytes=device_bytes(trainer.state) + device_bytes(trainer.grads),
         master_bytes=device_bytes(trainer.state.params),
         view_bytes=device_bytes(sampler.view),
     )
 
 
-def _weight_ways(shape: dict[str, int]) -> int:
-    """Devices over which a layer's matrices stay split while it is computed: what fsdp splits is gathered."""
-    return shape["tensor"] * shape["expert"]
+def _split(mesh: Mesh) -> Split:
+    sizes = mesh.shape
+    return Split(sizes["tensor"], sizes["expert"], sizes["data"] * sizes["fsdp"])
 
 
 def memory_moments(setting: Setting, programs: Sequence[Program]) -> list[Moment]:
