@@ -7,26 +7,25 @@ heads are never repeated in memory: the H/K query heads of a kv head are folded 
 scores are a large negative finite number, so a row that sees nothing stays finite.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from burnish.models import tpu
+from burnish.models.scoring import MASKED, Attend, Scoring, scoring
 from burnish.models.spec import ModelSpec
+from burnish.parallel.mesh import platform
 from burnish.parallel.rules import Part, per_device
 
-MASKED = -1e30
 BLOCK = 128
 """Tokens of a block: large enough for full matrix speed, small enough that few blocks are partly visible."""
 
 PLAIN_UP_TO = 256
 """Rows up to this length are computed whole."""
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
@@ -42,23 +41,6 @@ def visibility(segments: jax.Array, branches: jax.Array, positions: jax.Array, w
     return visible if window is None else visible & (positions[:, :, None] - positions[:, None, :] < window)
 
 
-class Scoring(NamedTuple):
-    """How products of queries and keys become scores."""
-
-    scale: float
-    softcap: float | None  # scaled scores are bounded to ±softcap by tanh
-
-    def __call__(self, products: jax.Array) -> jax.Array:
-        scores = products * self.scale
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
-
-
-def scoring(spec: ModelSpec) -> Scoring:
-    """That of one kind of layer."""
-    scale = spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
-    return Scoring(scale, spec.attention_softcap)
-
-
 def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Attend:
     """The `attend` of packed rows: (q (B,T,H,N), k (B,T,K,N), v (B,T,K,N)) -> (B,T,H,N), softmax in float32.
 
@@ -68,10 +50,12 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
     score = scoring(spec)
+    kernel = platform() == "tpu" and tpu.block_of(T) is not None
+    blocked = not kernel and T > PLAIN_UP_TO and block is not None
 
     def see(part: Part, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Any:
         visible = visibility(segments, branches, positions, spec.window)
-        return visible if T <= PLAIN_UP_TO or block is None else block_plan(visible, block)
+        return block_plan(visible, block) if blocked else visible
 
     # Once for all layers; on a mesh a device knows only its own rows.
     rows = ("batch",)
@@ -82,7 +66,8 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
         def on_part(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, *leaves: jax.Array) -> jax.Array:
             k, v = own_kv_heads(part, q, k, v, spec)
             seen = jax.tree.unflatten(treedef, leaves)
-            return (block_attention if isinstance(seen, BlockPlan) else plain_attention)(seen, score)(q, k, v)
+            way = tpu.splash_attention if kernel else block_attention if blocked else plain_attention
+            return way(seen, score)(q, k, v)
 
         heads, kv_heads = ("batch", "length", "heads"), ("batch", "length", "kv_heads")
         axes = [heads, kv_heads, kv_heads, *([rows] * len(leaves))]

@@ -164,7 +164,7 @@ def embed(spec: ModelSpec, params: Params, tokens: jax.Array, dtype: Any) -> jax
             tokens = jax.lax.all_gather(tokens, part.names["embed"], axis=0, tiled=True)
         if part.is_split("vocab"):
             own = tokens - part.index("vocab") * table.shape[0]
-            here = (0 <= own) & (own < table.shape[0])
+            here = (own >= 0) & (own < table.shape[0])
             x = jnp.take(table, jnp.where(here, own, 0), axis=0).astype(dtype)
             x = part.sum(jnp.where(here[..., None], x, 0), "vocab")
         else:

@@ -1,6 +1,6 @@
 """Mixture of experts, dropless: every token reaches all of its experts, whatever else is in the batch.
 
-Pairs of token and expert are sorted by expert and go through two grouped matrix products (jax.lax.ragged_dot), so a
+Pairs of token and expert are sorted by expert and go through two grouped matrix products, so a
 token's result depends on no other token. The router is float32. What each expert got is returned for metrics;
 nothing here adds a loss.
 """
@@ -10,8 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from burnish.models import tpu
 from burnish.models.params import Params
 from burnish.models.spec import ModelSpec
+from burnish.parallel.mesh import platform
 from burnish.parallel.rules import Part, per_device
 
 
@@ -60,7 +62,9 @@ def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, ac
 
     rows = ("batch",)
     axes = [rows, rows, rows, ("experts", "embed", None, "mlp"), ("experts", "mlp", "embed")]
-    return per_device(on_part, axes, rows)(x, routing.experts, routing.weights, gate_up, down)
+    # The TPU kernel does not tell how its result varies over devices: derivatives then have sums that change nothing.
+    checked = platform() != "tpu"
+    return per_device(on_part, axes, rows, checked=checked)(x, routing.experts, routing.weights, gate_up, down)
 
 
 def _own_experts(
@@ -73,16 +77,17 @@ def _own_experts(
     chosen = chosen.reshape(T * A)
     if part.is_split("experts"):
         own = chosen - part.index("experts") * E
-        here = (0 <= own) & (own < E)
+        here = (own >= 0) & (own < E)
         chosen = jnp.where(here, own, E)  # other devices' pairs come last, in no group
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=E).astype(jnp.int32)
     rows = x[order // A]
     if part.is_split("experts"):  # what comes of a row in no group is undefined, forwards and backwards
         rows = jnp.where(here[order][:, None], rows, 0)
-    h = jax.lax.ragged_dot(rows, gate_up.reshape(E, D, 2 * F), sizes)
+    grouped_dot = tpu.grouped_dot if platform() == "tpu" else jax.lax.ragged_dot
+    h = grouped_dot(rows, gate_up.reshape(E, D, 2 * F), sizes)
     h = activation(h[:, :F]) * h[:, F:]
-    h = jax.lax.ragged_dot(h, down, sizes)
+    h = grouped_dot(h, down, sizes)
     # Back in the tokens' order, so that a token's experts are summed in one order, the most probable first.
     h = h[jnp.argsort(order)].astype(jnp.float32)
     if part.is_split("experts"):

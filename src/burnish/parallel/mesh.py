@@ -88,3 +88,10 @@ def single_device_mesh(device: jax.Device | None = None) -> Mesh:
 def on(mesh: Mesh) -> AbstractContextManager:
     """Within it, compiled functions run on `mesh`, and `rules.constrain` refers to it."""
     return jax.set_mesh(mesh)
+
+
+def platform() -> str:
+    """Where the function that is being traced will run ("cpu", "tpu", "gpu"): on the mesh of `on`, which may be one
+    of devices that are not there (`burnish plan`), else on this machine's own devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
