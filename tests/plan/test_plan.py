@@ -140,6 +140,8 @@ def test_a_slice_of_tpus_is_planned_without_one(tmp_path):
         "reference logprobs",
         "prefill",
         "decode",
+        "weights to the sampler, layer 0",  # all layers are of one kind
+        "weights to the sampler, rest",
     }
     assert all(p["memory"] for p in plan["programs"])
     assert plan["estimate"]["step"] > plan["estimate"]["step_at_best"] > 0

@@ -124,7 +124,11 @@ def _layouts_on_sender(pieces: Sequence[Piece]) -> tuple[NamedSharding, ...]:
 def _layout_on_sender(source: Any, target: NamedSharding) -> NamedSharding:
     if not isinstance(source, jax.Array) or not source.committed:
         return target
-    devices = _ordered_devices(source)
+    return layout_on(_ordered_devices(source), target)
+
+
+def layout_on(devices: list[jax.Device], target: NamedSharding) -> NamedSharding:
+    """The target's layout on other devices: as many parts, in the same order."""
     if devices == list(target.mesh.devices.flat):
         return target
     sizes = [target.mesh.shape[axis] for axis in AXES]

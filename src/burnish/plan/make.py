@@ -15,7 +15,7 @@ from burnish.parallel import rules
 from burnish.plan import estimate as estimates
 from burnish.plan.chips import Topology
 from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic
-from burnish.plan.programs import Job, Sampler, Trainer, compile_job, device_bytes
+from burnish.plan.programs import HANDOVER, Job, Sampler, Trainer, compile_job, device_bytes, handover_jobs
 from burnish.plan.result import Moment, Plan, Program, Side
 from burnish.plan.workload import Workload, workload
 from burnish.rl.devices import check_model, choose_devices, sampler_mesh, sampler_sizes, trainer_mesh, trainer_sizes
@@ -82,7 +82,7 @@ class Setting:
         on_trainer, on_sampler = self.sides
         gradients, *rest = self.trainer.jobs(on_trainer, self.expected)
         prefill, decode = self.sampler.jobs(on_sampler, self.expected, self.longest)
-        return [gradients, decode, *rest, prefill]
+        return [gradients, decode, *rest, prefill, *handover_jobs(self.trainer, self.sampler, on_trainer)]
 
 
 def make_plan(
@@ -104,6 +104,8 @@ def make_plan(
     if all(p.memory is not None for p in programs):
         names = {"reference logprobs": "logprobs", "optimizer": "apply"}
         traffic = {names.get(p.name, p.name): Traffic.of(p.collectives) for p in programs}
+        moved = [(Traffic.of(p.collectives), p.per_step) for p in programs if p.name.startswith(HANDOVER)]
+        traffic["transfer"] = Traffic(sum(t.sent * n for t, n in moved), sum(t.count * n for t, n in moved))
         estimate = estimates.estimate(setting.spec, setting.topology, w, sizes(setting), traffic, assume)
     hours = estimates.chip_hours(estimate.run, setting.topology) if estimate else None
     cfg = setting.cfg
@@ -156,7 +158,7 @@ def _split(mesh: Mesh) -> Split:
 def memory_moments(setting: Setting, programs: Sequence[Program]) -> list[Moment]:
     """What one device holds while each of the programs runs, and while weights and caches are moved."""
     trainer, sampler, longest = setting.trainer, setting.sampler, setting.longest
-    on_trainer, on_sampler = setting.sides
+    _, on_sampler = setting.sides
     params, opt = device_bytes(trainer.state.params), device_bytes(trainer.state.opt_state)
     grads = device_bytes(trainer.grads)
     reference = device_bytes(trainer.state.params) if longest.reference else 0
@@ -194,7 +196,21 @@ def memory_moments(setting: Setting, programs: Sequence[Program]) -> list[Moment
     # Caches double when they are full: the old ones are there until the last layer's is copied.
     if longest.own_columns > longest.first_columns:
         moments.append(Moment("caches grow", on_sampler, sampling | {CACHES: lanes + own + own // 2}))
-    if not setting.shared:
-        moved = view if setting.cfg.rl.reshard_chunk_size is None else 0
-        moments.append(Moment("weights are sent", on_trainer, training | {VIEW: moved}))
+    handed = [p for p in programs if p.name.startswith(HANDOVER)]
+    if handed:
+        moments.append(_handover(setting, handed, training))
     return moments
+
+
+def _handover(setting: Setting, programs: Sequence[Program], training: dict[str, int]) -> Moment:
+    """The sampler gets its weights. On the same devices its old ones are gone by then; to others go `chunk` arrays at a
+    time, all of them if that is not limited."""
+    on_trainer, _ = setting.sides
+    failure = next((p.failure for p in programs if p.failure), "")
+    temporaries = max(p.memory.temporaries if p.memory else 0 for p in programs)
+    kinds = training | {TEMPORARIES: temporaries}
+    if not setting.shared:
+        arrays, chunk = jax.tree.leaves(setting.sampler.view), setting.cfg.rl.reshard_chunk_size
+        largest = sorted(map(device_bytes, arrays))[-(chunk or len(arrays)) :]
+        kinds |= {VIEW: sum(largest)}
+    return Moment(HANDOVER, on_trainer, kinds, failure)

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from burnish.config.schema import PlanConfig
-from burnish.models.params import ParamInfo, Params, layer_infos, param_infos, param_shardings
+from burnish.models.params import ParamInfo, Params, layer_infos, layer_place, param_infos, param_shardings
 from burnish.models.spec import ModelSpec
-from burnish.parallel import rules
+from burnish.parallel import rules, transfer
 from burnish.parallel.mesh import on
 from burnish.plan.chips import Topology
 from burnish.plan.hlo import collectives
@@ -291,6 +291,44 @@ class Sampler:
             Job("decode", side, w.decode_steps, self.mesh, decode_chunk),
         ]
 
+
+def handover_jobs(trainer: Trainer, sampler: Sampler, side: Side) -> list[Job]:
+    """The sampler's weights cut out of the trainer's, cast and laid out anew, on the trainer's devices: one layer of
+    each kind, and what is outside of layers."""
+    spec, mesh = sampler.spec, trainer.updater.mesh
+    params = trainer.state.params
+    devices = list(mesh.devices.flat)
+    summed = set(devices) != set(sampler.mesh.devices.flat)  # what goes to other devices is checked there
+
+    def job(name: str, times: float, sources: Params, index: int | None, targets: Params) -> Job:
+        layouts = tuple(transfer.layout_on(devices, x.sharding) for x in targets.values())
+        arrays = tuple(sources[key] for key in targets)
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
+        indices = tuple(None if index is None else number for _ in targets)
+        return Job(
+            f"{HANDOVER}, {name}",
+            side,
+            times,
+            mesh,
+            lambda: transfer._cut_out.lower(arrays, indices, dtype=sampler.dtype, layouts=layouts, summed=summed),
+        )
+
+    jobs = []
+    of_kind: dict[Any, list[int]] = {}
+    for i in range(spec.num_layers):
+        of_kind.setdefault((spec.at(i), layer_place(spec, i).index is None), []).append(i)
+    for layers in of_kind.values():
+        place = layer_place(spec, layers[0])
+        held = params
+        for key in place.path:
+            held = held[key]
+        jobs.append(job(f"layer {layers[0]}", len(layers), held, place.index, sampler.view["layers"][layers[0]]))
+    rest = {name: x for name, x in sampler.view.items() if name != "layers"}
+    jobs.append(job("rest", 1, params, None, rest))
+    return jobs
+
+
+HANDOVER = "weights to the sampler"
 
 STOP_IDS = 8
 """Stop tokens that the compiled program has room for; the engine's least."""
