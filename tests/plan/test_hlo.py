@@ -90,8 +90,8 @@ def test_axes_of_groups():
     assert hlo.axes_of(((0, 3), (1, 2)), mesh) == ()
 
 
-# As the TPU compiler writes them: a reduce-scatter is an all-reduce in a fusion of that name, and a counted loop has
-# its count in its condition only.
+# As the TPU compiler writes them: a reduce-scatter is an all-reduce in a fusion of that name, a counted loop has its
+# count in its condition only, and a kernel's text has lines of its own.
 TPU_TEXT = """HloModule jit_f, is_scheduled=true
 
 %all-reduce-scatter.1 (input: f32[256,64]) -> f32[64,64] {
@@ -109,6 +109,9 @@ TPU_TEXT = """HloModule jit_f, is_scheduled=true
 %body (p: (s32[], f32[256,64])) -> (s32[], f32[256,64]) {
   %p = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) parameter(0)
   %x = f32[256,64]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %kernel = f32[64,64]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config="module {
+}
+"
   %fusion.1 = f32[64,64]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %ag = (f32[64,64]{1,0}, f32[256,64]{1,0}) all-gather-start(%fusion.1), replica_groups=[2,4]<=[4,2]T(1,0)
   %agd = f32[256,64]{1,0} all-gather-done(%ag)

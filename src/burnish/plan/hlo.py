@@ -23,7 +23,7 @@ _KINDS = (
     "collective-broadcast",
 )
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?<=\s)([a-z][a-z0-9\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -72,22 +72,19 @@ class _Module:
 
 def _parse(text: str) -> _Module:
     module = _Module()
-    current: list[_Instruction] | None = None
+    current: list[_Instruction] = []
     for line in text.splitlines():
-        if current is None or not line.startswith(" "):
-            if found := _COMPUTATION.match(line):
-                current = module.computations[found[2]] = []
-                if found[1]:
-                    module.entry = found[2]
-            elif line.startswith("}"):
-                current = None
+        # A computation goes on to the next one's first line: the text of a kernel may have lines like its last.
+        if header := _COMPUTATION.match(line):
+            current = module.computations[header[2]] = []
+            if header[1]:
+                module.entry = header[2]
             continue
         found = _INSTRUCTION.match(line)
         if found is None:
             continue
         rest = f" {found[3]}"
-        opcode = _OPCODE.search(rest)
-        if opcode:
+        if opcode := _OPCODE.search(rest):
             current.append(_Instruction(found[2], rest[: opcode.start()], opcode[1], line, bool(found[1])))
     return module
 
