@@ -127,7 +127,7 @@ def train(spec, mesh, kind):
         rewards = np.random.default_rng(step).integers(0, 2, (len(groups), 4)).astype(np.float64)
         valid = np.ones(rewards.shape, bool)
         packed = pack(groups, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=3, rows=updater.rows)
-        state, found, logprobs = updater.step(state, packed)
+        state, found, _ = updater.step(state, packed)
         metrics.append({k: float(found[k]) for k in ("grad_norm", "entropy", "update_norm", "ratio_max")})
     with on(mesh):
         batch = updater._put(packed.micro_batches[0])

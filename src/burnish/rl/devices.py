@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from burnish.config.schema import RunConfig, SFTConfig
+from burnish.config.groups import SamplerMeshOptions, TrainerMeshOptions
+from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.models.params import ParamInfo, param_infos
 from burnish.models.spec import ModelSpec
@@ -58,13 +59,13 @@ def choose_devices(cfg: RunConfig, devices: Sequence[jax.Device] | None = None) 
     return Devices(everything[: counts[0]], everything[len(everything) - counts[1] :])
 
 
-def sampler_mesh(cfg: RunConfig, devices: Sequence[jax.Device]) -> Mesh:
+def sampler_mesh(cfg: SamplerMeshOptions, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of rollout_{data,expert,tensor}_parallelism. Raises MeshError where the sizes are not those of the
     devices."""
     return make_mesh(devices, sampler_sizes(cfg, devices), allow_split_physical_axes=cfg.allow_split_physical_axes)
 
 
-def sampler_sizes(cfg: RunConfig, devices: Sequence[jax.Device]) -> MeshSizes:
+def sampler_sizes(cfg: SamplerMeshOptions, devices: Sequence[jax.Device]) -> MeshSizes:
     """Sizes of the sampler's mesh axes on these devices. Raises MeshError."""
     return MeshSizes(
         data=cfg.rollout_data_parallelism,
@@ -74,13 +75,13 @@ def sampler_sizes(cfg: RunConfig, devices: Sequence[jax.Device]) -> MeshSizes:
     ).resolve(len(devices))
 
 
-def trainer_mesh(cfg: RunConfig | SFTConfig, devices: Sequence[jax.Device]) -> Mesh:
+def trainer_mesh(cfg: TrainerMeshOptions, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of ici_{data,fsdp,expert,tensor}_parallelism and dcn_data_parallelism. Raises MeshError where the sizes
     are not those of the devices."""
     return make_mesh(devices, trainer_sizes(cfg, devices), allow_split_physical_axes=cfg.allow_split_physical_axes)
 
 
-def trainer_sizes(cfg: RunConfig | SFTConfig, devices: Sequence[jax.Device]) -> MeshSizes:
+def trainer_sizes(cfg: TrainerMeshOptions, devices: Sequence[jax.Device]) -> MeshSizes:
     """Sizes of the trainer's mesh axes on these devices. Raises MeshError."""
     slices = cfg.dcn_data_parallelism
     if slices == -1:

@@ -8,17 +8,21 @@ from rich.console import Console
 
 from burnish.config.schema import EvalConfig
 from burnish.data import sources
+from burnish.models.params import param_shardings
 from burnish.observe.terminal import StepPrinter
 from burnish.rewards.metrics import format_eval_line, mean_pass_at_k
 from burnish.rewards.stack import RewardStack
 from burnish.rl import setup
+from burnish.rl.devices import check_model, sampler_mesh, sampler_sizes
 from burnish.rl.evaluate import evaluate_prompts
 from burnish.rl.loading import compute_dtype, open_model
 
 
 def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     """Evaluate the checkpoint of the options, print the figures and return them. Raises BurnishError."""
+    mesh = sampler_mesh(cfg, jax.devices())
     model = open_model(cfg)
+    check_model(model.spec, sampler_sizes(cfg, jax.devices()))
     prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(setup.data_options(cfg), "eval"))
     console = Console()
     with RewardStack(setup.reward_options(cfg)) as stack, StepPrinter(1, console) as printer:
@@ -28,8 +32,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         )
         total = len(prompts) * cfg.num_eval_passes
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        engine = setup.make_engine(model, cfg, longest, min(cfg.resolved_max_num_seqs, total), cfg.dtype)
-        engine.load_weights(jax.tree.map(jnp.asarray, model.load(_load_dtype(cfg.dtype))), 0)
+        engine = setup.make_engine(model, cfg, longest, min(cfg.resolved_max_num_seqs, total), cfg.dtype, mesh)
+        engine.load_weights(model.load(_load_dtype(cfg.dtype), shardings=param_shardings(model.spec, mesh)), 0)
         evaluation = evaluate_prompts(
             engine,
             stack,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from burnish.checkpoints.run_dir import RunDirectory
 from burnish.checkpoints.store import TrainingStore
 from burnish.config.schema import RunConfig, SFTConfig
 from burnish.errors import BurnishError
-from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.models.params import ParamInfo, param_infos
 from burnish.observe.files import write_whole
 from burnish.observe.metrics import MetricsWriter
 from burnish.observe.rollouts import drop_rollouts_after
 from burnish.observe.terminal import StepPrinter
 from burnish.rl.loading import ModelSource
-from burnish.rl.optimizer import TrainState
+from burnish.rl.optimizer import TrainState, init_state
 from burnish.rl.update import Updater
 
 # Options that decide what the saved data position and weights mean: a run goes on with those it was started with.
@@ -274,16 +275,10 @@ def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> T
         param_infos(model.spec),
         is_leaf=lambda x: isinstance(x, ParamInfo),
     )
+    state = jax.eval_shape(partial(init_state, updater.options.optimizer), params)
     return jax.tree.map(
-        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        jax.eval_shape(updater.init, params),
-        updater.state_shardings,
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, updater.state_shardings
     )
-
-
-def on_device(params: Params, updater: Updater) -> Params:
-    """Weights that were read from disk as arrays that an update may consume, on its devices."""
-    return jax.device_put(params, updater.state_shardings.params, may_alias=False)
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

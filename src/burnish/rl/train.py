@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -38,7 +40,7 @@ from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
-from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group, StopReason
@@ -124,19 +126,19 @@ def run_training(cfg: RunConfig) -> Outcome:
         initial: Params | None = None
         if restored is None or cfg.rl.grpo_beta:
             run.printer.phase("reading weights")
-            initial = model.load(cfg.weight_dtype)
+            initial = model.load(cfg.weight_dtype, shardings=updater.state_shardings.params)
         if restored is None:
             assert initial is not None
-            state, start = updater.init(on_device(initial, updater)), 0
+            # The update consumes its weights; those of the penalty stay.
+            params = jax.tree.map(jnp.copy, initial) if cfg.rl.grpo_beta else initial
+            state, start = updater.init(params), 0
             extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None, "in_flight": None}
+            del params
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])
-        reference = None
-        if cfg.rl.grpo_beta:
-            assert initial is not None
-            reference = on_device(initial, updater)
-        del initial  # a whole model in host memory
+        reference = initial if cfg.rl.grpo_beta else None
+        del initial
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
