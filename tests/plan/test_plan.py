@@ -105,6 +105,9 @@ def test_search_finds_the_nearest_settings_that_fit(small):
     assert found.found.fits
     assert found.changes
     assert max(m.total for m in found.found.moments) <= limited.chip.memory
+    told = report.search_json(found)
+    assert told["found"]["fits"] is True
+    assert told["tried"][-1]["changes"] == found.changes
     assert "optimizer" not in found.changes  # what changes the mathematics is farther away than what costs time
 
 
