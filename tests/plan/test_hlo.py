@@ -91,7 +91,7 @@ def test_axes_of_groups():
 
 
 # As the TPU compiler writes them: a reduce-scatter is an all-reduce in a fusion of that name, a counted loop has its
-# count in its condition only, and a kernel's text has lines of its own.
+# count in its condition and its step in its body, and a kernel's text has lines of its own.
 TPU_TEXT = """HloModule jit_f, is_scheduled=true
 
 %all-reduce-scatter.1 (input: f32[256,64]) -> f32[64,64] {
@@ -100,7 +100,7 @@ TPU_TEXT = """HloModule jit_f, is_scheduled=true
 }
 
 %cond (p: (s32[], f32[256,64])) -> pred[] {
-  %constant.9 = s32[]{:T(128)} constant(32)
+  %constant.9 = s32[]{:T(128)} constant(64)
   %p = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
   ROOT %lt = pred[]{:T(512)} compare(%i, %constant.9), direction=LT
@@ -115,7 +115,10 @@ TPU_TEXT = """HloModule jit_f, is_scheduled=true
   %fusion.1 = f32[64,64]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %ag = (f32[64,64]{1,0}, f32[256,64]{1,0}) all-gather-start(%fusion.1), replica_groups=[2,4]<=[4,2]T(1,0)
   %agd = f32[256,64]{1,0} all-gather-done(%ag)
-  ROOT %t = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) tuple(%i, %agd)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i, %two)
+  ROOT %t = (s32[]{:T(128)}, f32[256,64]{1,0:T(8,128)}) tuple(%next, %agd)
 }
 
 ENTRY %main (a: f32[256,64]) -> f32[256,64] {

@@ -103,17 +103,45 @@ def shape_bytes(shape: str) -> list[int]:
     ]
 
 
-def _trip_count(module: _Module, instruction: _Instruction, condition: str) -> int | None:
-    """How often a loop turns: what the compiler notes, or the constant that a counter from 0 is compared with."""
+def _trip_count(module: _Module, instruction: _Instruction, condition: str, body: str) -> int | None:
+    """How often a loop turns: what the compiler notes, or else what follows from the constant that a counter from 0 is
+    compared with and the one that is added to it."""
     if known := _KNOWN_TRIPS.search(instruction.line):
         return int(known[1])
-    body = module.computations.get(condition, [])
-    constants = {i.name: int(value[1]) for i in body if (value := re.search(r" constant\((\d+)\)", i.line))}
-    for i in body:
-        if i.root and i.opcode == "compare" and "direction=LT" in i.line:
-            operands = re.findall(r"%([\w.\-]+)", i.line.split("compare(", 1)[1].split(")", 1)[0])
-            return constants.get(operands[-1]) if operands else None
+    tested = {i.name: i for i in module.computations.get(condition, [])}
+    for i in tested.values():
+        if not (i.root and i.opcode == "compare" and "direction=LT" in i.line):
+            continue
+        counter, limit = (tested.get(name) for name in _operands(i))
+        end = None if limit is None else _constant(limit)
+        if end is None:
+            return None
+        place = re.search(r"index=(\d+)", counter.line) if counter else None
+        step = _step(module.computations.get(body, []), int(place[1])) if place else 1
+        return -(-end // step)
     return None
+
+
+def _step(body: list[_Instruction], place: int) -> int:
+    """What a loop's body adds to its counter, which is at `place` of the tuple that it carries; 1 where that is not an
+    addition of a constant."""
+    by_name = {i.name: i for i in body}
+    result = next((i for i in body if i.root and i.opcode == "tuple"), None)
+    following = by_name.get(_operands(result)[place]) if result else None
+    if following is None or following.opcode != "add":
+        return 1
+    added = [value for name in _operands(following) if name in by_name and (value := _constant(by_name[name]))]
+    return added[0] if added else 1
+
+
+def _operands(i: _Instruction) -> list[str]:
+    """Names of what an instruction is applied to."""
+    return re.findall(r"%([\w.\-]+)", i.line.split(f" {i.opcode}(", 1)[1].split(")", 1)[0])
+
+
+def _constant(i: _Instruction) -> int | None:
+    value = re.search(r" constant\((\d+)\)", i.line)
+    return int(value[1]) if value else None
 
 
 def collectives(
@@ -134,7 +162,7 @@ def collectives(
                 if made.group != 1:
                     found.append(made)
             elif i.opcode == "while" and (loop := _WHILE.search(i.line)):
-                count = _trip_count(module, i, loop[1])
+                count = _trip_count(module, i, loop[1], loop[2])
                 turns = unknown_trips(depth) if count is None else count
                 walk(loop[2], trips * turns, depth + 1)
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
