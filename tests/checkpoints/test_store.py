@@ -307,9 +307,9 @@ def test_any_changed_byte_of_the_arrays_is_noticed_or_harmless(tmp_path):
 
 
 def test_two_leaves_of_one_shape_that_were_swapped_are_noticed(tmp_path, monkeypatch):
-    def swapped(path, leaves):
+    def swapped(path, leaves, storage):
         names = {"layers/q_proj": "layers/k_proj", "layers/k_proj": "layers/q_proj"}
-        arrays.write_arrays(path, {n: leaves[names.get(n, n)] for n in leaves})
+        arrays.write_arrays(path, {n: leaves[names.get(n, n)] for n in leaves}, storage)
 
     monkeypatch.setattr(store, "write_arrays", swapped)
     with pytest.raises(StoreError, match=r"was not saved .*layers/[qk]_proj reads back as"):
@@ -359,3 +359,12 @@ def test_train_state_is_readable_json(tmp_path):
     assert content["step"] == 2
     assert content["extra"] == EXTRA
     assert content["arrays"]["model_params"]["layers/q_proj"]["shape"] == [2, 32, 4, 8]
+
+
+@pytest.mark.parametrize("form", [arrays.Storage(False, False), arrays.Storage(True, False)], ids=str)
+def test_every_form_of_storage_comes_back_bit_for_bit(tmp_path, form):
+    params = save(TrainingStore(tmp_path, keep=1, storage=form), 1)
+    optimizer_state = make_optimizer_state(params)
+    restored, restored_optimizer, _ = TrainingStore(tmp_path, keep=1).restore(1, params, optimizer_state)
+    assert_same_bits((restored, restored_optimizer), (params, optimizer_state))
+    assert (tmp_path / "1" / "model_params" / "manifest.ocdbt").exists() == form.use_ocdbt

@@ -76,8 +76,6 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
     assert all("not supported yet" in line for line in str(error.value).splitlines())
     assert refused == {
         "scan_layers",
-        "ici_tensor_parallelism",
-        "ici_expert_parallelism",
         "hbm_utilization_vllm",
         "vllm_hf_overrides",
         "vllm_additional_config",

@@ -165,3 +165,49 @@ def test_kl_is_never_negative_and_its_gradient_is_right_where_rounding_hides_its
     np.testing.assert_allclose(kl, exact**2 / 2, atol=1e-10)
     gradient = jax.grad(lambda lp: losses.k3(lp, d).sum())(jnp.zeros_like(d))
     np.testing.assert_allclose(gradient, -np.expm1(exact), rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo-token"])
+def test_tokens_sampled_by_older_weights_count_by_their_importance_up_to_the_cap(algorithm):
+    """NumPy, float64: weights of the mean over tokens times min(exp(old - sampler), cap), for the gain and for the KL
+    penalty; the clipped ratio is to the old weights."""
+    rng = np.random.default_rng(0)
+    lengths, advantages, cap, beta = [3, 5], [1.0, -0.5], 1.2, 0.3
+    n = sum(lengths)
+    lp, old, reference = (rng.normal(-2, 0.5, n) for _ in range(3))
+    sampler = old + np.resize([-0.6, 0.3, -0.1], n)
+    batch = make_batch(
+        lengths,
+        advantages,
+        old_logprobs=jnp.asarray(old[None], jnp.float32),
+        sampler_logprobs=jnp.asarray(sampler[None], jnp.float32),
+        reference_logprobs=jnp.asarray(reference[None], jnp.float32),
+    )
+    options = LossOptions(algorithm=algorithm, aggregation="token-mean", beta=beta, importance_cap=cap)
+    step = Denominators(2.0, float(n), float(n))
+    loss, metrics = losses.loss(options, jnp.asarray(lp[None], jnp.float32), jnp.zeros((1, n)), batch, step)
+
+    owners = np.repeat([0, 1], lengths)
+    token_ratio = np.exp(lp - old)
+    means = np.array([(lp - old)[owners == i].mean() for i in (0, 1)])
+    ratio = token_ratio if algorithm == "grpo" else np.exp(means[owners])
+    a = np.asarray(advantages)[owners]
+    gain = np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    log_r = reference - lp
+    penalty = beta * token_ratio * (np.exp(log_r) - log_r - 1)
+    importance = np.exp(old - sampler)
+    assert (importance > cap).any()
+    assert (importance < cap).any()
+    weights = np.minimum(importance, cap)
+    assert float(loss) == pytest.approx(np.mean(weights * (penalty - gain)), rel=1e-5)
+    assert float(metrics["importance_weight"]) == pytest.approx(weights.mean(), rel=1e-5)
+    assert float(metrics["importance_truncated"]) == pytest.approx((importance > cap).mean(), rel=1e-5)
+
+
+def test_the_importance_of_tokens_is_a_number_not_a_function_of_the_weights():
+    """Without old logprobs π_old is the current policy, whose logprobs must not be differentiated as that."""
+    batch = make_batch([4], [1.0], sampler_logprobs=jnp.full((1, 4), -1.5))
+    lp, step = jnp.full((1, 4), -1.0), Denominators(1.0, 4.0, 4.0)
+    weighted = LossOptions(aggregation="token-mean", importance_cap=10.0)
+    gradient = jax.grad(lambda x: value(weighted, x, batch, step))(lp)
+    np.testing.assert_allclose(gradient, -np.exp(0.5) / 4, rtol=1e-6)

@@ -51,7 +51,7 @@ def test_no_device_has_more_than_its_part(found, model, name):
 
 @pytest.mark.parametrize(("model", "name"), ON_MESHES)
 def test_a_decode_step_exchanges_activations_only(found, model, name):
-    """No weight, cache or logits are gathered: whatever arrives is smaller than the smallest matrix of weights. Logits go
+    """No weight, cache or logits are gathered: whatever arrives is smaller than the smallest matrix. Logits go
     from parts of the vocabulary to parts of the rows."""
     kinds = found[f"{model}/{name}"]["collectives"]
     smallest = DENSE.d_model * DENSE.num_kv_heads * DENSE.head_dim

@@ -17,11 +17,19 @@ def test_buckets_are_few_and_never_too_small() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 11), min_size=1, max_size=12), st.integers(1, 40), st.integers(0, 2**16))
-def test_every_completion_runs_once_in_a_lane_of_its_prompt(sizes: list[int], max_slots: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(1, 11), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.integers(0, 2**16),
+    st.sampled_from([1, 2, 3, 8]),
+)
+def test_every_completion_runs_once_in_a_lane_of_its_prompt(
+    sizes: list[int], max_slots: int, seed: int, shards: int
+) -> None:
     rng = random.Random(seed)
-    schedule = Schedule(sizes, max_slots)
-    assert len(schedule.slots) <= max_slots
+    schedule = Schedule(sizes, max_slots, shards)
+    assert len(schedule.slots) <= max(max_slots, shards)
+    assert schedule.num_lanes % shards == 0
     lane_group: dict[int, int] = {}
     started: list[tuple[int, int]] = []
     finished = 0
@@ -36,14 +44,19 @@ def test_every_completion_runs_once_in_a_lane_of_its_prompt(sizes: list[int], ma
             started.append((slot.group, slot.completion))
         assert schedule.active or not schedule.waiting
         before = [schedule.slots[row] for row in schedule.active]
-        width = schedule.width
+        width, of_shard = schedule.width, len(schedule.slots) // shards
+        shard_of = {schedule.slots[row]: row // of_shard for row in schedule.active}
         if cut := schedule.cut():
             assert not schedule.waiting
             assert [schedule.slots[row] for row in schedule.active] == before
             assert all(lane == row // width for lane, row in zip(cut.lanes, cut.rows, strict=True))
             assert len(cut.rows) == len(schedule.slots) == schedule.num_lanes
-            assert len(cut.rows) >= MIN_ROWS
-            lane_group = {new: lane_group[old] for new, old in enumerate(cut.lanes)}
+            assert len(cut.rows) >= MIN_ROWS * shards
+            assert max(cut.rows) < of_shard
+            now = len(schedule.slots) // shards
+            assert {schedule.slots[row]: row // now for row in schedule.active} == shard_of, "no row leaves its shard"
+            origin = [lane + i // now * (of_shard // width) for i, lane in enumerate(cut.lanes)]
+            lane_group = {new: lane_group[old] for new, old in enumerate(origin) if old in lane_group}
         if not schedule.active:
             break
         for row in schedule.active:
@@ -88,3 +101,12 @@ def test_the_batch_is_cut_when_few_are_left_and_nothing_waits() -> None:
     assert cut.rows[:12] == tuple(range(20, 32))
     assert len(cut.rows) == 16
     assert schedule.cut() is None
+
+
+def test_every_shard_gets_its_part_of_few_completions() -> None:
+    for sizes, max_slots in (([8], 8), ([4, 4, 4, 4], 16), ([4] * 32, 16)):
+        schedule = Schedule(sizes, max_slots, shards=4)
+        schedule.admit()
+        of_shard = len(schedule.slots) // 4
+        held = [sum(row // of_shard == shard for row in schedule.active) for shard in range(4)]
+        assert min(held) == max(held) > 0, sizes

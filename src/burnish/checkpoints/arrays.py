@@ -79,7 +79,7 @@ def index_of(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 def overlap(a: Region, b: Region) -> Region | None:
     """What two regions have in common."""
     both = tuple((max(x, y), min(m, n)) for (x, m), (y, n) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    return both if a == b or all(start < stop for start, stop in both) else None
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
@@ -187,16 +187,19 @@ def _cut(region: Region, itemsize: int) -> Iterable[Region]:
     return [((a, min(a + step, last)), *region[1:]) for a in range(first, last, step)]
 
 
-def write_arrays(path: epath.Path, leaves: Mapping[str, Any]) -> None:
-    """Writes named arrays and scalars as one Orbax checkpoint (OCDBT, Zarr 3). Nothing is written for no
-    leaves.
-    """
+@dataclass(frozen=True)
+class Storage:
+    """In which of Orbax's forms arrays are written. All are read alike."""
+
+    use_ocdbt: bool = True  # all arrays in one store; otherwise each has a directory
+    use_zarr3: bool = True  # otherwise Zarr 2
+
+
+def write_arrays(path: epath.Path, leaves: Mapping[str, Any], storage: Storage) -> None:
+    """Writes named arrays and scalars as one Orbax checkpoint. Nothing is written for no leaves."""
     if not leaves:
         return
     tree = nested({n: x if isinstance(x, jax.Array) else np.asarray(x) for n, x in leaves.items()})
-    with _checkpointer() as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=storage.use_ocdbt, use_zarr3=storage.use_zarr3)
+    with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
-
-
-def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))

@@ -230,7 +230,8 @@ def _check_extra(
         start, stop = shards.rows(embed)
         for first in range(start, stop, COMPARED_ROWS):
             last = min(first + COMPARED_ROWS, stop)
-            if not np.array_equal(*(cast(reader.rows(n, first, last), np.dtype(dtype)) for n in (embed, name))):
+            wanted, found = (cast(reader.rows(n, first, last), np.dtype(dtype)) for n in (embed, name))
+            if not np.array_equal(wanted, found):
                 raise CheckpointError(
                     f"{file}: {name} differs from the embeddings, but config.json has "
                     "tie_word_embeddings true; one of the two is wrong"

@@ -31,6 +31,7 @@ from etils import epath
 from burnish.checkpoints.arrays import (
     LeafRecord,
     Region,
+    Storage,
     array_of,
     checksum,
     index_of,
@@ -84,12 +85,13 @@ class TrainingStore:
     earlier processes left behind.
     """
 
-    def __init__(self, directory: epath.PathLike, keep: int) -> None:
+    def __init__(self, directory: epath.PathLike, keep: int, storage: Storage = Storage()) -> None:  # noqa: B008
         """`keep`: how many complete checkpoints to leave in the directory, at least 1."""
         if keep < 1:
             raise StoreError(f"max_num_checkpoints_to_keep={keep}: keep at least 1, or set enable_checkpointing=false")
         self.directory = _absolute(directory)
         self.keep = keep
+        self.storage = storage
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -120,6 +122,7 @@ class TrainingStore:
         and when anything fails on the way; earlier checkpoints are untouched then.
         """
         latest = self.latest()
+        extra = processes.gather(dict(extra))[0]  # times differ
         if latest is not None and step <= latest:
             raise StoreError(
                 f"{self.directory} already holds the checkpoint of step {latest}; step {step} is not newer"
@@ -153,7 +156,7 @@ class TrainingStore:
                 processes.by_first(prepare)
                 state = _TrainState(step, {tree: _records(leaves) for tree, leaves in trees.items()}, dict(extra))
                 for tree, leaves in trees.items():
-                    _write_tree(staging / tree, leaves)
+                    _write_tree(staging / tree, leaves, self.storage)
                 processes.by_first(describe)
                 processes.together(lambda: _verify(staging, state, jax.process_index(), jax.process_count()))
                 processes.by_first(publish)
@@ -306,8 +309,8 @@ def _records(leaves: Mapping[str, Any]) -> dict[str, LeafRecord]:
     return {name: LeafRecord.of_parts(*_shape_dtype(leaf), merged[name]) for name, leaf in leaves.items()}
 
 
-def _write_tree(path: epath.Path, leaves: Mapping[str, Any]) -> None:
-    write_arrays(path, leaves)
+def _write_tree(path: epath.Path, leaves: Mapping[str, Any], storage: Storage) -> None:
+    write_arrays(path, leaves, storage)
 
 
 def _copy_files(files: list[epath.Path], target: epath.Path) -> None:
@@ -439,7 +442,7 @@ def _checked_leaves(
             regions = regions_of(sharding, leaf.shape)
             buffers: dict[Region, np.ndarray] = {}
             for part, crc32 in leaf.checksums:
-                shared = {region: both for region in regions if (both := overlap(region, part)) or region == part}
+                shared = {region: both for region in regions if (both := overlap(region, part)) is not None}
                 if not shared:
                     continue
                 array = read(name, leaf, part, crc32).astype(as_type, copy=False)

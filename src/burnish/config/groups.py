@@ -157,6 +157,14 @@ class RunOptions(Options):
     max_num_checkpoints_to_keep: int = option(
         10, "Checkpoints kept; older ones are deleted once a newer one is complete", unit="checkpoints", ge=1
     )
+    checkpoint_storage_use_ocdbt: bool | None = option(
+        None,
+        "Store all arrays of a checkpoint in one OCDBT store; false gives each its directory",
+        default_words="true, false under Pathways",
+    )
+    checkpoint_storage_use_zarr3: bool | None = option(
+        None, "Store arrays of a checkpoint as Zarr 3; false is Zarr 2", default_words="true, false under Pathways"
+    )
     log_period: int = option(1, "Steps between lines in the terminal; metrics.jsonl has every step", unit="steps", ge=1)
     tensorboard_dir: str | None = option(
         None, "Directory for TensorBoard events", default_words="tensorboard/ in the run's directory"
@@ -716,12 +724,6 @@ class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
     )
     ragged_gather_reduce_fallback: Annotated[bool, OneDevice((True,), "there is no special kernel for experts")] = (
         option(True, "Combine experts with plain operations instead of a special kernel")
-    )
-    checkpoint_storage_use_ocdbt: Annotated[bool, OneDevice((True,), "checkpoints are OCDBT")] = option(
-        True, "Store checkpoints in Orbax's OCDBT format"
-    )
-    checkpoint_storage_use_zarr3: Annotated[bool, OneDevice((True,), "checkpoints are zarr 3")] = option(
-        True, "Store arrays as zarr 3"
     )
     hbm_utilization_vllm: Annotated[float | None, OneDevice((None,), _NO_VLLM)] = option(
         None, "Share of device memory for vLLM"

@@ -68,7 +68,7 @@ def relaid(pieces: Sequence[Piece], dtype: Any) -> list[jax.Array]:
     """Copies of the pieces in `dtype` on their targets, whose devices are the sources' (or the sources are on none)."""
     layouts = tuple(p.target for p in pieces)
     sent = _layouts_on_sender(pieces)
-    with on(sent[0].mesh):
+    with on(_mesh(sent[0])):
         arrays, _ = _cut_out(_arrays(pieces), _indices(pieces), dtype=dtype, layouts=sent, summed=False)
     return [x if a == b else jax.device_put(x, b) for x, a, b in zip(arrays, sent, layouts, strict=True)]
 
@@ -83,14 +83,14 @@ def send(pieces: Sequence[Piece], dtype: Any, version: int, chunk_size: int | No
     for i in range(0, len(pieces), size):
         chunk = pieces[i : i + size]
         sent = _layouts_on_sender(chunk)
-        with on(sent[0].mesh):
+        with on(_mesh(sent[0])):
             arrays, sums = _cut_out(_arrays(chunk), _indices(chunk), dtype=dtype, layouts=sent, summed=True)
         sums_sent |= {p.name: s for p, s in zip(chunk, sums, strict=True)}
         arrived = _copy({p.name: x for p, x in zip(chunk, arrays, strict=True)}, {p.name: p.target for p in chunk})
         if chunk_size is not None:
             jax.block_until_ready(arrived)  # so that no more than a chunk is held twice
         received |= arrived
-    _verify(version, sums_sent, received, pieces[0].target.mesh)
+    _verify(version, sums_sent, received, _mesh(pieces[0].target))
     num_bytes = sum(x.nbytes for x in received.values())
     return received, Transfer(version, len(received), num_bytes, time.perf_counter() - start)
 
@@ -140,6 +140,11 @@ def layout_on(devices: list[jax.Device], target: NamedSharding) -> NamedSharding
     else:  # the parts differ then, and the copy goes through the host
         return NamedSharding(Mesh(np.array(devices).reshape(-1, 1, 1, 1), AXES), jax.sharding.PartitionSpec())
     return NamedSharding(Mesh(np.array(devices).reshape(shape), AXES), target.spec)
+
+
+def _mesh(layout: NamedSharding) -> Mesh:
+    assert isinstance(layout.mesh, Mesh)
+    return layout.mesh
 
 
 def _ordered_devices(x: jax.Array) -> list[jax.Device]:

@@ -86,7 +86,8 @@ _ARRAYS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.
 
 
 def _group_to_json(group: Group) -> dict[str, Any]:
-    return {"prompt": asdict(group.prompt), "completions": [_completion_to_json(c) for c in group.completions]}
+    prompt = asdict(group.prompt) | {"token_ids": list(group.prompt.token_ids)}
+    return {"prompt": prompt, "completions": [_completion_to_json(c) for c in group.completions]}
 
 
 def _group_from_json(value: Mapping[str, Any]) -> Group:

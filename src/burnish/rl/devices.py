@@ -95,6 +95,24 @@ def trainer_sizes(cfg: TrainerMeshOptions, devices: Sequence[jax.Device]) -> Mes
     ).resolve(len(devices))
 
 
+def describe(cfg: RunConfig, trainer: Mesh, sampler: Mesh) -> list[str]:
+    """Who does what on which devices, in words; nothing where there is only one."""
+
+    def words(mesh: Mesh) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "whole"
+
+    if not cfg.has_split_devices:
+        if trainer.size == 1:
+            return []
+        unused = cfg.rl.reshard_chunk_size is not None
+        return [
+            f"Devices: {trainer.size} train ({words(trainer)}) and sample ({words(sampler)}) in turn.",
+            *(["rl.reshard_chunk_size changes nothing: the sampler has the trainer's devices."] if unused else []),
+        ]
+    when = "while the others train" if cfg.rl.off_policy_steps else "in turn with them"
+    return [f"Devices: {trainer.size} train ({words(trainer)}), {sampler.size} sample {when} ({words(sampler)})."]
+
+
 def check_model(spec: ModelSpec, sizes: MeshSizes) -> None:
     """Raises MeshError where these (resolved) sizes do not divide those of the model: each option that has to be
     another, with the sizes that would do. To be called before weights are read or anything is compiled."""

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from burnish.data.types import Prompt
+from burnish.parallel import processes
 from burnish.rewards.metrics import EvalMode, EvalStats, evaluation_stats
 from burnish.rewards.stack import RewardStack
 from burnish.rewards.types import RewardItem, Score
@@ -43,11 +46,18 @@ def evaluate_prompts(
 def score_groups(
     stack: RewardStack, groups: Sequence[Group], on_wait: Callable[[], None] | None = None
 ) -> list[list[Score]]:
-    """One Score per completion, in the shape of the groups."""
+    """One Score per completion, in the shape of the groups. Each process scores its share of the groups; all of them
+    get every score."""
+    own = groups[jax.process_index() :: jax.process_count()]
+    shares = processes.gather(processes.together(lambda: _score_own(stack, own, on_wait)))
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(groups))]
+
+
+def _score_own(stack: RewardStack, groups: Sequence[Group], on_wait: Callable[[], None] | None) -> list[list[Score]]:
     items = [
         RewardItem(group.prompt.text, completion.text, group.prompt.question, group.prompt.answer)
         for group in groups
         for completion in group.completions
     ]
-    scores = iter(stack.score(items, on_wait=on_wait))
+    scores = iter(stack.score(items, on_wait=on_wait) if items else [])
     return [[next(scores) for _ in group.completions] for group in groups]

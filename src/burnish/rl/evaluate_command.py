@@ -10,6 +10,7 @@ from burnish.config.schema import EvalConfig
 from burnish.data import sources
 from burnish.models.params import param_shardings
 from burnish.observe.terminal import StepPrinter
+from burnish.parallel import distributed, processes
 from burnish.rewards.metrics import format_eval_line, mean_pass_at_k
 from burnish.rewards.stack import RewardStack
 from burnish.rl import setup
@@ -20,11 +21,17 @@ from burnish.rl.loading import compute_dtype, open_model
 
 def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     """Evaluate the checkpoint of the options, print the figures and return them. Raises BurnishError."""
+    distributed.start()
+    with distributed.others_needed():
+        return _evaluate(cfg)
+
+
+def _evaluate(cfg: EvalConfig) -> dict[str, Any]:
     mesh = sampler_mesh(cfg, jax.devices())
     model = open_model(cfg)
     check_model(model.spec, sampler_sizes(cfg, jax.devices()))
     prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(setup.data_options(cfg), "eval"))
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     with RewardStack(setup.reward_options(cfg)) as stack, StepPrinter(1, console) as printer:
         printer.note(model.describe())
         printer.note(

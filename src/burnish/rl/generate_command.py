@@ -18,6 +18,7 @@ from burnish.errors import BurnishError
 from burnish.models.params import param_shardings
 from burnish.observe.files import is_local, write_whole
 from burnish.observe.terminal import StepPrinter
+from burnish.parallel import distributed, processes
 from burnish.rl import setup
 from burnish.rl.devices import check_model, sampler_mesh, sampler_sizes
 from burnish.rl.loading import ModelSource, compute_dtype, open_model
@@ -31,13 +32,19 @@ MAX_SLOTS = 32
 
 def generate(cfg: GenerateConfig) -> None:
     """Complete the prompts of the options. Raises BurnishError."""
+    distributed.start()
+    with distributed.others_needed():
+        _generate(cfg)
+
+
+def _generate(cfg: GenerateConfig) -> None:
     questions = _questions(cfg)
     if cfg.output_file is not None:
         _check_writable(cfg.output_file)
     model = open_model(cfg)
     prompts = [_prompt(i, q, _render(cfg, model.tokenizer, q), cfg) for i, q in enumerate(questions)]
     total = len(prompts) * cfg.num_completions
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     with StepPrinter(1, console) as printer:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         engine = _engine(cfg, model, longest, min(cfg.max_num_seqs or MAX_SLOTS, total))
@@ -48,7 +55,8 @@ def generate(cfg: GenerateConfig) -> None:
             lambda finished, tokens: printer.sampling("sampling", finished, total, tokens),
         )
     if cfg.output_file is not None:
-        write_whole(cfg.output_file, "".join(json.dumps(_record(g), ensure_ascii=False) + "\n" for g in groups))
+        text = "".join(json.dumps(_record(g), ensure_ascii=False) + "\n" for g in groups)
+        processes.by_first(lambda: write_whole(str(cfg.output_file), text))
         console.print(f"{total} completions written to {cfg.output_file}", markup=False, highlight=False)
         return
     for group in groups:

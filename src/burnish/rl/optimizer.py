@@ -69,7 +69,7 @@ def state_shardings(options: OptimizerOptions, spec: ModelSpec, mesh: Mesh) -> T
     infos = param_infos(spec)
     is_info = lambda x: isinstance(x, ParamInfo)  # noqa: E731
     like = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, jnp.float32), infos, is_leaf=is_info)
-    structure = jax.tree.structure(like)
+    structure: Any = jax.tree.structure(like)
     leaves = jax.tree.leaves(infos, is_leaf=is_info)
 
     def of(node: Any) -> Any:

@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import yaml
+from rich.console import Console
 
 from burnish import __version__
+from burnish.checkpoints.arrays import Storage
 from burnish.checkpoints.preemption import SAVED_FOR_RESTART, StopFlag, stop_on_signals
 from burnish.checkpoints.run_dir import RunDirectory
 from burnish.checkpoints.store import TrainingStore
@@ -31,6 +33,7 @@ from burnish.observe.files import write_whole
 from burnish.observe.metrics import MetricsWriter
 from burnish.observe.rollouts import drop_rollouts_after
 from burnish.observe.terminal import StepPrinter
+from burnish.parallel import pathways, processes
 from burnish.rl.loading import ModelSource
 from burnish.rl.optimizer import TrainState, init_state
 from burnish.rl.update import Updater
@@ -83,6 +86,13 @@ class Restored:
     extra: dict[str, Any]
 
 
+class Nothing:
+    """Takes metrics where another process writes them."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+
 @dataclass
 class Run:
     """A claimed run directory and everything that writes to it."""
@@ -96,14 +106,20 @@ class Run:
     saved_step: int = 0
 
     def check_stop(self) -> None:
-        """Raises Stopped when a signal has come: called where a step can still be given up."""
-        if self.stop.requested:
+        """Raises Stopped when a signal has come to any process: called where a step can still be given up, and by all
+        processes at the same point."""
+        if processes.any_of(self.stop.requested):
             raise Stopped
+
+    @property
+    def check_while_waiting(self) -> Callable[[], None] | None:
+        """`check_stop` for a wait that processes do not share. With several of them there is none: the wait ends."""
+        return self.check_stop if jax.process_count() == 1 else None
 
     def restore(self, model: ModelSource, updater: Updater) -> Restored | None:
         """The newest checkpoint of a resumed run; None for a new one, and where nothing was saved yet. Raises
         BurnishError where nothing is left to do."""
-        step = self.store.latest() if self.cfg.resume else None
+        step = self.latest_step() if self.cfg.resume else None
         if step is None:
             self._forget_the_end()
             return None
@@ -119,6 +135,10 @@ class Run:
         self.printer.note(f"Resuming {self.directory.path} from step {step}")
         return Restored(step, dataclasses.replace(rest, params=params), extra)
 
+    def latest_step(self) -> int | None:
+        """The newest checkpoint, as the first process sees it."""
+        return processes.gather(self.store.latest())[0]
+
     def _has_ended(self) -> bool:
         """Whether the summary is there and is that of all steps, not of a shorter run that is being extended."""
         try:
@@ -128,8 +148,12 @@ class Run:
 
     def _forget_the_end(self) -> None:
         """Deletes what says how the run ended before it was made longer."""
-        for file in (self.directory.summary, self.directory.curve):
-            file.unlink(missing_ok=True)
+
+        def forget() -> None:
+            for file in (self.directory.summary, self.directory.curve):
+                file.unlink(missing_ok=True)
+
+        processes.by_first(forget)
 
     def check_space(self, model: ModelSource, updater: Updater) -> None:
         """Raises StoreError where checkpoints are to be saved and the disk has no room for one."""
@@ -180,12 +204,16 @@ class Run:
             what = f"step {step} is saved" if step else "there was nothing to save"
             how = f"{what}; go on with run_name={self.cfg.run_name} resume=true"
         when = f"after step {step}" if step else "before the first step was done"
-        return BurnishError(f"stopped by {self.stop.reason} {when}: {how}", exit_code=SAVED_FOR_RESTART)
+        reason = self.stop.reason or "a signal to another process"
+        return BurnishError(f"stopped by {reason} {when}: {how}", exit_code=SAVED_FOR_RESTART)
 
     @contextmanager
-    def writers(self, start: int, metrics: Mapping[str, float | None] | None) -> Iterator[MetricsWriter]:
-        """metrics.jsonl and TensorBoard. What a resumed run had written beyond its checkpoint of step `start` is
+    def writers(self, start: int, metrics: Mapping[str, float | None] | None) -> Iterator[MetricsWriter | Nothing]:
+        """metrics.jsonl and TensorBoard, written by the first process. What a resumed run had written beyond its checkpoint of step `start` is
         dropped, and that step's own `metrics` are written where it was killed before it could."""
+        if not processes.is_first():
+            yield Nothing()
+            return
         if self.cfg.resume:
             drop_rollouts_after(self.directory.rollouts, start)
         tensorboard = self.cfg.tensorboard_dir or self.directory.tensorboard
@@ -211,15 +239,36 @@ def open_run(cfg: RunConfig | SFTConfig, model: ModelSource) -> Iterator[Run]:
     time inside."""
     directory = RunDirectory(cfg.base_output_directory, cfg.run_name)
     with ExitStack() as stack:
-        stack.enter_context(directory.claim(cfg.resume))
+        processes.by_first(lambda: stack.enter_context(directory.claim(cfg.resume)))
+        processes.together(lambda: _check_seen(directory))
         stack.enter_context(_disk_errors_explained(cfg, directory))
         stop = stack.enter_context(stop_on_signals())
         snapshot = stack.enter_context(model.snapshot())
-        printer = stack.enter_context(StepPrinter(cfg.num_batches))
-        for note in _keep_config(cfg, directory):
+        console = None if processes.is_first() else Console(quiet=True)
+        printer = stack.enter_context(StepPrinter(cfg.num_batches, console))
+        notes: list[str] = []
+        processes.by_first(lambda: notes.extend(_keep_config(cfg, directory)))
+        for note in notes:
             printer.note(note)
-        store = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep)
+        store = TrainingStore(directory.checkpoints, cfg.max_num_checkpoints_to_keep, storage(cfg))
         yield Run(cfg, directory, store, stop, printer, snapshot)
+
+
+def storage(cfg: RunConfig | SFTConfig) -> Storage:
+    """How checkpoints are stored: as the options say, else by directory and in Zarr 2 under Pathways."""
+    usual = not pathways.is_asked_for()
+    return Storage(
+        use_ocdbt=usual if cfg.checkpoint_storage_use_ocdbt is None else cfg.checkpoint_storage_use_ocdbt,
+        use_zarr3=usual if cfg.checkpoint_storage_use_zarr3 is None else cfg.checkpoint_storage_use_zarr3,
+    )
+
+
+def _check_seen(directory: RunDirectory) -> None:
+    if not directory.path.exists():
+        raise BurnishError(
+            f"base_output_directory: {directory.path} was made by process 0 and process {jax.process_index()} does not "
+            "see it; give a directory that all hosts share, or gs://"
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from burnish.data.tokenizer import Tokenizer
 from burnish.data.types import Prompt
 from burnish.models.params import Params, init_params
 from burnish.observe.summary import print_final, write_summary
+from burnish.parallel import distributed, processes
 from burnish.rl import setup
 from burnish.rl.devices import check_model, trainer_mesh, trainer_sizes
 from burnish.rl.loading import ModelSource, open_model
@@ -28,7 +29,14 @@ from burnish.rl.update import Updater
 
 def sft(cfg: SFTConfig) -> dict[str, Any]:
     """Run the whole fine-tuning and return its summary. Raises BurnishError for what is the user's to fix."""
-    RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
+    distributed.start()
+    cfg = cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})  # it may be the time
+    with distributed.others_needed():
+        return _sft(cfg)
+
+
+def _sft(cfg: SFTConfig) -> dict[str, Any]:
+    processes.by_first(lambda: RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume))
     mesh = trainer_mesh(cfg, jax.devices())
     model = open_model(cfg)
     check_model(model.spec, trainer_sizes(cfg, jax.devices()))
@@ -111,11 +119,12 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                 raise run.end_for_restart(cfg.num_batches) from None
             run.printer.note(f"Evaluation loss after: {after:.4f} nats a token")
             summary |= {"loss_before": before, "loss_after": after}
-        write_summary(run.directory.summary, summary)
+        processes.by_first(lambda: write_summary(run.directory.summary, summary))
         places = {"metrics": run.directory.metrics, "summary": run.directory.summary}
         if cfg.enable_checkpointing:
             places = {"weights": run.directory.checkpoints / str(cfg.num_batches) / "model_params", **places}
-    print_final([], summary["seconds"], places)
+    if processes.is_first():
+        print_final([], summary["seconds"], places)
     return summary
 
 

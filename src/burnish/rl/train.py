@@ -28,6 +28,7 @@ from burnish.observe.curve import plot_rewards
 from burnish.observe.metrics import REWARD_PART, read_metrics
 from burnish.observe.rollouts import RolloutRow, write_rollouts
 from burnish.observe.summary import BeforeAfter, print_final, write_summary
+from burnish.parallel import distributed, processes
 from burnish.rewards.metrics import EvalStats, format_eval_line
 from burnish.rewards.probe import probe
 from burnish.rewards.stack import RewardStack
@@ -35,7 +36,15 @@ from burnish.rewards.types import Score, ScoreStatus
 from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
 from burnish.rl.ahead import Batch, SamplingAhead
-from burnish.rl.devices import check_model, choose_devices, sampler_mesh, sampler_sizes, trainer_mesh, trainer_sizes
+from burnish.rl.devices import (
+    check_model,
+    choose_devices,
+    describe,
+    sampler_mesh,
+    sampler_sizes,
+    trainer_mesh,
+    trainer_sizes,
+)
 from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
@@ -82,6 +91,8 @@ class Sampled:
 def train(cfg: RunConfig) -> dict[str, Any]:
     """Run the whole training, print what it came to and return its summary. Raises BurnishError."""
     outcome = run_training(cfg)
+    if not processes.is_first():
+        return outcome.summary
     print_final(outcome.figures, outcome.summary["seconds"], outcome.places)
     if "weights" in outcome.places:
         print(
@@ -93,7 +104,14 @@ def train(cfg: RunConfig) -> dict[str, Any]:
 
 def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
-    RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
+    distributed.start()
+    cfg = cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})  # it may be the time
+    with distributed.others_needed():
+        return _run_training(cfg)
+
+
+def _run_training(cfg: RunConfig) -> Outcome:
+    processes.by_first(lambda: RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume))
     devices = choose_devices(cfg)
     training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
     model = open_model(cfg)
@@ -107,13 +125,15 @@ def run_training(cfg: RunConfig) -> Outcome:
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
-        for line in _opening(cfg, model, pipeline, arithmetic):
+        for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
         try:
-            report = probe(stack, _probe_prompts(pipeline, eval_prompts), run.check_stop)
+            lines: list[str] = []
+            prompts = _probe_prompts(pipeline, eval_prompts)
+            processes.by_first(lambda: lines.extend(probe(stack, prompts, run.check_while_waiting).lines()))
         except Stopped:
-            raise run.end_for_restart((run.store.latest() or 0) if cfg.resume else 0) from None
-        for line in report.lines():
+            raise run.end_for_restart((run.latest_step() or 0) if cfg.resume else 0) from None
+        for line in lines:
             run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
@@ -153,7 +173,9 @@ def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> 
     return prompts
 
 
-def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str) -> list[str]:
+def _opening(
+    cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arithmetic: str, devices: Sequence[str]
+) -> list[str]:
     """What is said before anything expensive starts."""
     corners = ", ".join(f"{lr:.3g} at update {n + 1}" for n, lr in setup.schedule(cfg).corner_points()[:-1])
     dropped = (
@@ -161,6 +183,7 @@ def _opening(cfg: RunConfig, model: ModelSource, pipeline: PromptPipeline, arith
     )
     return [
         model.describe(),
+        *devices,
         *arithmetic.splitlines(),
         f"Prompts: {pipeline.num_prompts:,} read{dropped}",
         f"Learning rate: {corners}, towards 0 at update {setup.schedule(cfg).total_steps + 1}",
@@ -259,7 +282,8 @@ def _step(
     t3 = time.perf_counter()
     moved = _hand_over(run, parts, state, step)
     t4 = time.perf_counter()
-    write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
+    if processes.is_first():
+        write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
     if cfg.debug:
         _show_one(run, sampled)
 
@@ -326,7 +350,7 @@ def _sample(parts: Parts, step: int, prompts: Sequence[Prompt], on_progress: Cal
 
 def _score(run: Run, parts: Parts, groups: list[Group]) -> Sampled:
     """Scores and group-relative advantages."""
-    scores = score_groups(parts.stack, groups, run.check_stop)
+    scores = score_groups(parts.stack, groups, run.check_while_waiting)
     masked = StopReason.LENGTH if parts.cfg.rl.mask_truncated_completions else None
     valid = np.array(
         [
@@ -413,6 +437,12 @@ def _sample_metrics(sampled: Sampled) -> dict[str, float]:
 
 def _stop_on_difference(cfg: RunConfig, step: int, metrics: Mapping[str, float]) -> None:
     limit, found = cfg.rl.max_logprob_difference, metrics.get("logprob_difference/mean", 0.0)
+    if limit is not None and not found <= limit and metrics.get("off_policy/steps"):
+        raise BurnishError(
+            f"step {step}: the weights that sampled and those before the update differ by {found:.3g} nats a token on "
+            f"average, above rl.max_logprob_difference={limit:g}: one update changed too much for its successor to use "
+            "what was sampled meanwhile. Lower learning_rate, or give rl.off_policy_steps=0; null switches this off"
+        )
     if limit is not None and not found <= limit:
         raise BurnishError(
             f"step {step}: sampler and trainer differ by {found:.3g} nats a token on average, above "
@@ -475,7 +505,7 @@ def _evaluate(run: Run, parts: Parts, prompts: Sequence[Prompt], title: str) -> 
         mode=cfg.eval_mode,
         seed=cfg.seed,
         on_progress=progress,
-        on_wait=run.check_stop,
+        on_wait=run.check_while_waiting,
     )
     run.printer.note(format_eval_line(title, evaluation.stats))
     return evaluation.stats
@@ -496,14 +526,18 @@ def _finish(run: Run, before: EvalStats | None, after: EvalStats | None, seconds
             summary |= {f"{name}_before": values[0], f"{name}_after": values[1]}
             figures.append(BeforeAfter(name.replace("_", " "), values[0], values[1], percent=scale != 1.0))
         summary["eval_prompts"] = after.total
-    plot_rewards(
-        read_metrics(directory.metrics),
-        directory.curve,
-        summary.get("accuracy_before"),
-        summary.get("accuracy_after"),
-        title=cfg.run_name,
-    )
-    write_summary(directory.summary, summary)
+
+    def write() -> None:
+        plot_rewards(
+            read_metrics(directory.metrics),
+            directory.curve,
+            summary.get("accuracy_before"),
+            summary.get("accuracy_after"),
+            title=cfg.run_name,
+        )
+        write_summary(directory.summary, summary)
+
+    processes.by_first(write)
     places = {
         **(
             {"weights": directory.checkpoints / str(cfg.num_batches) / "model_params"}
