@@ -52,20 +52,19 @@ def _memory(plan: Plan) -> Section:
 
 
 def _exchange(plan: Plan) -> Section:
-    rows = []
-    for program in plan.programs:
-        for (kind, axes), (sent, count) in program.exchanged().items():
-            if sent * program.per_step < 2**10:
-                continue
-            rows.append(
-                (
-                    f"{program.name}: {kind} over {' × '.join(axes) or 'other groups'}",
-                    f"{count:,.0f}",
-                    _size(sent),
-                    f"{program.per_step:,.0f}",
-                    _size(sent * program.per_step),
-                )
-            )
+    """Collectives that matter: with a thousandth of a step's bytes, or of its collectives."""
+    found = [
+        (f"{p.name}: {kind} over {' × '.join(axes) or 'other groups'}", count, sent, p.per_step)
+        for p in plan.programs
+        for (kind, axes), (sent, count) in p.exchanged().items()
+    ]
+    every_byte = sum(sent * times for _, _, sent, times in found)
+    every_one = sum(count * times for _, count, _, times in found)
+    rows = [
+        (name, f"{count:,.0f}", _size(sent), f"{times:,.0f}", _size(sent * times))
+        for name, count, sent, times in found
+        if sent * times >= every_byte / 1000 or count * times >= every_one / 1000
+    ]
     columns = ("program, collective and axis", "collectives", "sent per device", "runs per step", "sent per step")
     return Section("Exchange between devices", columns, tuple(rows))
 
