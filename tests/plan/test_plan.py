@@ -250,3 +250,10 @@ def test_tables_have_a_cell_for_every_column(small):
         assert all(len(row) == len(section.columns) for row in section.rows)
     total = plan.moments[0].total / 2**30
     assert f"{total:.2f}" in np.array(report.sections(plan)[0].rows)[-1]
+
+
+def test_of_many_prompts_a_sample_is_packed():
+    few, many = (setting(f"batch_size={n}").longest for n in (64, 640))
+    assert many.micro_batches == 10 * few.micro_batches
+    assert many.row_tokens == 10 * few.row_tokens
+    assert (many.rows, many.row_length) == (few.rows, few.row_length)

@@ -23,7 +23,7 @@ from burnish.parallel.mesh import on
 from burnish.plan.chips import Topology
 from burnish.plan.hlo import collectives
 from burnish.plan.result import Memory, Program, Side
-from burnish.plan.workload import Workload, packed_step
+from burnish.plan.workload import Workload, packed_rows
 from burnish.rl import setup
 from burnish.rl.loading import compute_dtype
 from burnish.rl.optimizer import TrainState
@@ -164,8 +164,8 @@ class Trainer:
         params = abstract_params(spec, mesh, jnp.dtype(cfg.weight_dtype))
         state = jax.eval_shape(lambda p: _fresh_state(updater, p), params)
         longest = cfg.max_target_length - cfg.max_prefill_predict_length
-        packed = packed_step(cfg, cfg.max_prefill_predict_length, longest, updater.rows)
-        batch = packed.micro_batches[0]
+        packed = packed_rows(cfg, cfg.max_prefill_predict_length, longest, updater.rows)
+        batch = packed.batch
         if cfg.rl.grpo_beta or cfg.rl.num_iterations > 1:
             numbers: Any = np.zeros(batch.tokens.shape, np.float32)
             batch = replace(
@@ -185,7 +185,7 @@ class Trainer:
             grads=abstract_params(spec, mesh, updater.options.grad_dtype),
             batch=jax.tree.map(abstract, batch),
             denominators=packed.denominators,
-            micro_batches=len(packed.micro_batches),
+            micro_batches=packed.micro_batches,
         )
 
     def jobs(self, side: Side, w: Workload) -> list[Job]:

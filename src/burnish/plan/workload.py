@@ -15,7 +15,7 @@ from burnish.models.params import param_infos
 from burnish.models.spec import ModelSpec
 from burnish.rl import setup
 from burnish.rl.packing import pack
-from burnish.rl.types import PackedStep
+from burnish.rl.types import Denominators, PackedBatch
 from burnish.rollout import engine
 from burnish.rollout.decode import CHUNK
 from burnish.rollout.schedule import Schedule, bucket
@@ -76,8 +76,8 @@ def workload(cfg: PlanConfig, spec: ModelSpec, row_shards: int, slot_shards: int
     prompt = cfg.max_prefill_predict_length if longest else cfg.resolved_prompt_tokens
     completion = cfg.max_target_length - prompt if longest else cfg.resolved_completion_tokens
     P, G = cfg.batch_size, cfg.rl.num_generations
-    packed = packed_step(cfg, prompt, completion, row_shards)
-    shape = packed.micro_batches[0].tokens.shape
+    packed = packed_rows(cfg, prompt, completion, row_shards)
+    shape = packed.batch.tokens.shape
     rollout = cfg.resolved_rollout_micro_batch_size
     slots = min(cfg.resolved_max_num_seqs, rollout * G)
     schedule = Schedule([G] * rollout, slots, slot_shards)
@@ -102,10 +102,10 @@ def workload(cfg: PlanConfig, spec: ModelSpec, row_shards: int, slot_shards: int
         recomputes=cfg.remat_policy == "full",
         off_policy=cfg.rl.off_policy_steps > 0,
         num_leaves=_num_leaves(spec),
-        micro_batches=len(packed.micro_batches),
+        micro_batches=packed.micro_batches,
         rows=shape[0],
         row_length=shape[1],
-        row_tokens=packed.row_tokens,
+        row_tokens=packed.tokens,
         trained_tokens=P * G * completion,
         slots=rows,
         lanes=schedule.num_lanes,
@@ -123,9 +123,25 @@ def workload(cfg: PlanConfig, spec: ModelSpec, row_shards: int, slot_shards: int
     )
 
 
-def packed_step(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) -> PackedStep:
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step."""
+
+    batch: PackedBatch  # the first micro-batch
+    denominators: Denominators
+    micro_batches: int
+    tokens: int  # of all micro-batches, without padding
+
+
+SAMPLE = 64
+"""Prompts that are packed at least; of more, only as many as fill two micro-batches: all are of the same lengths, and
+packing takes time with their square."""
+
+
+def packed_rows(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) -> Rows:
     """A step's rows as training packs them, from prompts and completions of these lengths."""
-    P, G = cfg.batch_size, cfg.rl.num_generations
+    G = cfg.rl.num_generations
+    P = min(cfg.batch_size, max(SAMPLE, 2 * row_shards))
     made_up = Completion(
         token_ids=np.zeros(completion, np.int32),
         logprobs=np.zeros(completion, np.float32),
@@ -135,7 +151,7 @@ def packed_step(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) 
         seed=0,
     )
     group = Group(Prompt(index=0, question="", answer="", text="", token_ids=(0,) * prompt), (made_up,) * G)
-    return pack(
+    packed = pack(
         [group] * P,
         np.ones((P, G)),
         np.ones((P, G), bool),
@@ -143,6 +159,13 @@ def packed_step(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) 
         max_groups=cfg.resolved_train_micro_batch_size,
         rows=row_shards,
         keep_zero_advantages=True,
+    )
+    times = cfg.batch_size / P
+    return Rows(
+        batch=packed.micro_batches[0],
+        denominators=packed.denominators,
+        micro_batches=math.ceil(len(packed.micro_batches) * times),
+        tokens=round(packed.row_tokens * times),
     )
 
 
