@@ -253,9 +253,9 @@ def test_tables_have_a_cell_for_every_column(small):
 
 
 def test_a_sample_of_many_prompts_is_packed_as_all_of_them_are(monkeypatch):
-    sampled = setting("batch_size=160").longest
+    sampled = setting("batch_size=320").longest
     monkeypatch.setattr(workload, "SAMPLE", 1000)
-    whole = setting("batch_size=160").longest
+    whole = setting("batch_size=320").longest
     assert sampled.row_tokens == whole.row_tokens
     assert sampled.micro_batches == pytest.approx(whole.micro_batches, rel=0.1)
     assert (sampled.rows, sampled.row_length) == (whole.rows, whole.row_length)

@@ -133,7 +133,7 @@ class Rows:
     tokens: int  # of all micro-batches, without padding
 
 
-SAMPLE = 64
+SAMPLE = 128
 """Prompts that are packed at least; of more, only as many as fill two micro-batches: all are of the same lengths, and
 packing takes time with their square."""
 
