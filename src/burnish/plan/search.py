@@ -20,7 +20,7 @@ from burnish.models.params import layer_infos
 from burnish.models.spec import ModelSpec
 from burnish.parallel import rules
 from burnish.plan.chips import Topology
-from burnish.plan.make import OPTIMIZER, REFERENCE, VIEW, WEIGHTS, Setting, make_plan, memory_moments
+from burnish.plan.make import GRADIENTS, OPTIMIZER, REFERENCE, VIEW, WEIGHTS, Setting, make_plan, memory_moments
 from burnish.plan.result import Memory, Moment, Plan, Program
 from burnish.rl.logprobs import CHUNK_TOKENS, KEEP_BYTES
 
@@ -28,7 +28,7 @@ MOST_COMPILED = 24
 """Candidates that are compiled at most."""
 
 _PASSING = ("train_micro_batch_size", "remat_policy", "max_num_seqs")
-_LASTING = (WEIGHTS, OPTIMIZER, REFERENCE, VIEW)
+_LASTING = (WEIGHTS, OPTIMIZER, GRADIENTS, REFERENCE, VIEW)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def search(
         if considered % 50 == 0:
             progress(f"search: {considered} settings reckoned")
         moments = reckoned(setting)
-        if max(sum(m.kinds.get(kind, 0) for kind in _LASTING) for m in moments) > limit:
+        if _lasting(moments) > limit:
             hopeless.add(lasting)
         elif max(m.total for m in moments) <= limit:
             candidates.append((distance, changes, setting))
@@ -103,6 +103,11 @@ def search(
         if plan.fits:
             return Search(plan, changes, tuple(tried), considered, False)
     return Search(None, {}, tuple(tried), considered, time.monotonic() > end)
+
+
+def _lasting(moments: Sequence[Moment]) -> int:
+    """Bytes that are there whatever the micro-batch, recomputation and slots: the trainer has one gradient at least."""
+    return max(sum(m.kinds.get(k, 0) for k in _LASTING if k != GRADIENTS or m.name == "optimizer") for m in moments)
 
 
 def words(changes: dict[str, Any]) -> str:
