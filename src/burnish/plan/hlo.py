@@ -208,32 +208,53 @@ def replica_groups(line: str, num_devices: int) -> Groups:
     if found := re.search(r"replica_groups=\{(\{[\d, {}]*\})\}", line):
         return tuple(tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", found[1]))
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _iota_groups(*(None if part is None else tuple(map(int, part.split(","))) for part in found.groups()))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        along = re.findall(r"'([^']+)'", found[2])
-        if ":" not in found[2]:
-            return _groups_along(tuple(sizes.items()), tuple(along))
+        flat, width = _iota(_numbers(found[2]), found[3] and _numbers(found[3])), _numbers(found[1])[-1]
+        return tuple(flat[i : i + width] for i in range(0, len(flat), width))
+    if found := _MESH_GROUPS.search(line):
+        named, source, order, along = found.groups()
+        sizes = tuple((name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", named))
+        groups = _groups_along(*_split_axes(sizes, along))
+        if source is None:
+            return groups
+        flat = _iota(_numbers(source), order and _numbers(order))
+        return tuple(tuple(flat[place] for place in group) for group in groups)
     if "replica_groups={}" in line:
         return (tuple(range(num_devices)),)
     return ()
 
 
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _split_axes(sizes: tuple[tuple[str, int], ...], along: str) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """A mesh and names of its axes, 'a' or a part of one, 'a':(before)size: the mesh with such axes cut in three."""
+    wanted = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along)
+    parts = {name: (int(before), int(size)) for name, before, size in wanted if size}
+    cut: list[tuple[str, int]] = []
+    for name, whole in sizes:
+        if name in parts:
+            before, size = parts[name]
+            cut += [(f"{name}<", before), (name, size), (f"{name}>", whole // before // size)]
+        else:
+            cut.append((name, whole))
+    return tuple(cut), tuple(name for name, _, _ in wanted)
+
+
 @cache
-def _iota_groups(
-    shape: tuple[int, ...] | None, source: tuple[int, ...] | None, order: tuple[int, ...] | None
-) -> Groups:
-    """[shape]<=[source]T(order): the numbers 0, 1, … in `source`, its axes reordered, cut into rows."""
-    assert shape is not None
-    assert source is not None
+def _iota(source: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The numbers 0, 1, … laid out in the shape `source`, its axes reordered, one after the other."""
     strides = [math.prod(source[a + 1 :]) for a in range(len(source))]
     order = order or tuple(range(len(source)))
-    flat = [
+    return tuple(
         sum(i * strides[a] for i, a in zip(index, order, strict=True))
         for index in itertools.product(*(range(source[a]) for a in order))
-    ]
-    width = shape[-1]
-    return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
+    )
 
 
 @cache
