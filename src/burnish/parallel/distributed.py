@@ -1,17 +1,19 @@
 """Start-up of many processes: who is one of them, and where the first one is.
 
-Whoever starts the processes says so in the environment: burnish's launcher and by hand BURNISH_COORDINATOR_ADDRESS
-(host:port of process 0), BURNISH_NUM_PROCESSES and BURNISH_PROCESS_ID; Slurm, a TPU VM slice and GKE their own
-variables, which JAX knows. A process that nothing says this to is alone. Under Pathways one process controls all devices
-and there is nothing to start.
+Whoever starts the processes says so in the environment: burnish's launcher, and people by hand, with
+BURNISH_COORDINATOR_ADDRESS (host:port of process 0), BURNISH_NUM_PROCESSES and BURNISH_PROCESS_ID; Slurm, slices of TPU
+VMs and GKE with variables of their own, which JAX knows. A process that nothing says this to is alone. Under Pathways
+one process controls all devices and there is nothing to start.
 """
 
+import atexit
 import glob
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import jax
@@ -97,11 +99,21 @@ def others_needed() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
+        atexit.register(_leave)
         first = str(error).strip().splitlines()[0]
         raise ProcessError(
-            f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}). The cause "
-            "is what that one said last; start all of them again with resume=true"
+            f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}). The "
+            "cause is what that one said last; start all of them again with resume=true"
         ) from error
+
+
+def _leave() -> None:
+    """Ends the process with status 1 without JAX's farewell, for which it would wait for the process that has gone, and
+    then abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(ProcessError.exit_code)
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:

@@ -209,8 +209,9 @@ class Run:
 
     @contextmanager
     def writers(self, start: int, metrics: Mapping[str, float | None] | None) -> Iterator[MetricsWriter | Nothing]:
-        """metrics.jsonl and TensorBoard, written by the first process. What a resumed run had written beyond its checkpoint of step `start` is
-        dropped, and that step's own `metrics` are written where it was killed before it could."""
+        """metrics.jsonl and TensorBoard, written by the first process. What a resumed run had written beyond its
+        checkpoint of step `start` is dropped, and that step's own `metrics` are written where it was killed before it
+        could."""
         if not processes.is_first():
             yield Nothing()
             return

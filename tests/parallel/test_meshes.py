@@ -1,0 +1,172 @@
+"""What is computed does not depend on the mesh, and nothing is on a device that the table splits over several."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from eight_devices import DENSE, MODELS
+from processes_of_a_run import FLAGS
+
+from burnish.models.params import ParamInfo, param_infos
+from burnish.models.spec import ExpertsSpec, ModelSpec
+from burnish.parallel.errors import MeshError
+from burnish.parallel.mesh import MeshSizes
+from burnish.parallel.rules import TABLE
+from burnish.rl.devices import check_model
+
+PROGRAM = Path(__file__).with_name("eight_devices.py")
+SMALL = 1e-5
+RUNS = [
+    "dense/data8/adamw",
+    "dense/fsdp8/adamw",
+    "dense/fsdp4tensor2/adamw",
+    "dense/fsdp4tensor2/adafactor",
+    "experts/fsdp2expert2tensor2/adamw",
+    "experts/fsdp2expert2tensor2/adafactor",
+]
+SIZES = {
+    "data8": {"data": 8},
+    "fsdp8": {"fsdp": 8},
+    "fsdp4tensor2": {"fsdp": 4, "tensor": 2},
+    "fsdp2expert2tensor2": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    file = tmp_path_factory.mktemp("meshes") / "found.json"
+    flags = f"--xla_force_host_platform_device_count=8 {FLAGS}"
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), str(file)],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense/data8", "dense/fsdp8", "dense/fsdp4tensor2", "dense/fsdp2tensor4", "experts/fsdp2expert2tensor2"],
+)
+def test_logits_logprobs_and_gradients_are_those_of_one_device(found, name):
+    """Rows of 320 tokens, of which only visible blocks are computed; with tensor 4 there are fewer kv heads than
+    devices."""
+    assert max(found[f"{name}/values"].values()) < SMALL
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_three_steps_are_those_of_one_device(found, name):
+    run = found[name]
+    for step, reference in zip(run["metrics"], run["reference"], strict=True):
+        assert step == pytest.approx(reference, rel=SMALL)
+    assert run["weights"] < SMALL
+
+
+def infos_of(name):
+    """The arrays of a run's model by path, and the sizes of its mesh."""
+    model, mesh, _ = name.split("/")
+    tree = param_infos(MODELS[model])
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, ParamInfo))
+    infos = {jax.tree_util.keystr(path, simple=True, separator="/"): info for path, info in leaves}
+    return infos, {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | SIZES[mesh]
+
+
+def part_of(info, sizes):
+    """The shape of a device's part, by the table."""
+    ways = [int(np.prod([sizes[m] for m in TABLE[axis]])) for axis in info.axes]
+    return [n // w for n, w in zip(info.shape, ways, strict=True)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_device_has_its_part_of_weights_and_moments(found, name):
+    infos, sizes = infos_of(name)
+    split = found[name]["split"]
+    for path, info in infos.items():
+        assert split[f"params/{path}"] == [list(info.shape), part_of(info, sizes)], path
+        if name.endswith("adamw"):
+            for moment in ("mu", "nu"):
+                assert split[f"moments/{moment}/{path}"] == [list(info.shape), part_of(info, sizes)], path
+
+
+def test_averaged_moments_are_split_too(found):
+    split = found["dense/fsdp4tensor2/adafactor"]["split"]
+    rows = {key: value for key, value in split.items() if "v_row" in key or "v_col" in key}
+    of_mlp = [value for key, value in rows.items() if key.endswith("gate_proj")]
+    assert sorted(of_mlp) == [[[2, 128], [2, 32]], [[2, 256], [2, 128]]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_program_holds_a_whole_weight_or_all_logits(found, name):
+    """In the compiled gradient: the stacked weights and the logits of a micro-batch are there in parts only."""
+    infos, sizes = infos_of(name)
+    shapes = [list(shape) for shape in found[name]["shapes"]]
+    for path, info in infos.items():
+        if info.axes[0] == "layers" and part_of(info, sizes) != list(info.shape):
+            assert list(info.shape) not in shapes, path
+    if sizes["tensor"] > 1:
+        vocab = DENSE.vocab_size
+        assert not [s for s in shapes if len(s) > 1 and s[-1] == vocab], "logits of the whole vocabulary"
+
+
+def test_the_collectives_of_the_update_are_those_of_the_axes_in_use(found):
+    """Copies of the weights exchange sums of gradients only; fsdp gathers weights; tensor sums activations; experts
+    gather and sum tokens of their group. No permutations of data anywhere."""
+    of = {name: found[name]["collectives"] for name in RUNS}
+    data = of["dense/data8/adamw"]
+    assert data["all-reduce"]
+    assert not data["all-gather"]
+    assert not data["all-to-all"]
+    fsdp = of["dense/fsdp8/adamw"]
+    assert [128, 4, 8] in fsdp["all-gather"] or any(np.prod(s) == 128 * 4 * 8 for s in fsdp["all-gather"])
+    assert fsdp["all-to-all"]  # of looked-up rows of the embeddings
+    assert of["experts/fsdp2expert2tensor2/adamw"]["all-gather"]
+    assert not any(c["collective-permute"] for c in of.values())
+
+
+def test_nothing_is_compiled_twice(found):
+    for name in RUNS:
+        assert found[name]["compilations"] <= 5
+
+
+# ---- what does not divide ----
+
+SPEC = ModelSpec(
+    family="mixtral",
+    num_layers=2,
+    d_model=128,
+    num_heads=12,
+    num_kv_heads=6,
+    head_dim=8,
+    d_mlp=256,
+    vocab_size=480,
+    rms_norm_eps=1e-5,
+    tied_head=True,
+    max_positions=512,
+    experts=ExpertsSpec(num_experts=6, num_active=2, d_expert=48),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option", "words"),
+    [
+        (MeshSizes(tensor=8), "ici_tensor_parallelism=8", ["heads (12)", "kv_heads (6)", "would do: 1, 2, 3, 6, 12"]),
+        (MeshSizes(tensor=4, prefix="rollout"), "rollout_tensor_parallelism=4", ["kv_heads (6)"]),
+        (MeshSizes(expert=4), "ici_expert_parallelism=4", ["experts (6)", "would do: 1, 2, 3, 6"]),
+        (MeshSizes(fsdp=3), "ici_fsdp_parallelism=3", ["embed (128)", "would do: 1, 2, 4, 8"]),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_by_option_with_those_that_would_do(sizes, option, words):
+    with pytest.raises(MeshError) as error:
+        check_model(SPEC, sizes)
+    for word in (option, *words):
+        assert word in str(error.value)
+    check_model(SPEC, MeshSizes(data=5, fsdp=4, expert=3, tensor=12))  # more devices than kv heads: copies

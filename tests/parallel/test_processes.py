@@ -1,0 +1,166 @@
+"""Runs of several processes, for real on this machine: the same as a run of one; what becomes of them when one is
+killed or told to end."""
+
+import os
+import signal
+import time
+
+import pytest
+import tiny_runs
+from processes_of_a_run import HEARTBEAT_SECONDS, Processes
+
+from burnish.checkpoints.store import TrainingStore
+from burnish.observe.rollouts import read_rollouts
+from burnish.parallel.distributed import find_cluster
+from burnish.parallel.errors import ProcessError
+
+STEPS = 2
+WAIT = 500  # seconds; on two cores that other tests use as well
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(name, count, devices, *changes): the processes of a tiny run of that name."""
+    base = tmp_path_factory.mktemp("processes")
+    checkpoint = tiny_runs.write_checkpoint(base)
+    questions = tiny_runs.write_questions(base / "questions.jsonl")
+
+    def processes(name, count, devices, *changes):
+        args = tiny_runs.train_args(checkpoint, questions, base, name, f"num_batches={STEPS}", *changes)
+        logs = base / f"logs-{name}-{time.monotonic_ns()}"
+        return Processes(["train-rl", *args], logs, count, devices)
+
+    processes.base = base
+    return processes
+
+
+def finish(processes):
+    with processes as running:
+        codes = running.wait(WAIT)
+        assert codes == [0] * running.count, running.log(0) + running.log(running.count - 1)
+        return [running.log(i) for i in range(running.count)]
+
+
+def assert_same(run, other):
+    """Losses and all other figures but times are the same within rounding, and so are the completions."""
+    for a, b in zip(tiny_runs.metrics(run), tiny_runs.metrics(other), strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+    for step in range(1, STEPS + 1):
+        rows, others = (read_rollouts(r / "rollouts", step) for r in (run, other))
+        assert [row.completion_ids for row in rows] == [row.completion_ids for row in others]
+
+
+@pytest.fixture(scope="module")
+def one(start):
+    """Two steps of one process with 8 devices."""
+    finish(start("one", 1, 8, "ici_data_parallelism=2"))
+    return start.base / "one"
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives_and_one_of_them_writes(start, one):
+    logs = finish(start("two", 2, 4, "ici_data_parallelism=2"))
+    assert_same(start.base / "two", one)
+    assert "Process 1 of 2" in logs[1]
+    assert "4 of 8 devices" in logs[1]
+    assert " 2/2 " in logs[0]
+    assert " 2/2 " not in logs[1]
+    names = [sorted(p.name for p in (start.base / run).iterdir()) for run in ("one", "two")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_processes_on_another_mesh(start, one):
+    """Two processes with two devices each, the weights split four ways, go on where one with eight has ended."""
+    more = ("resume=true", f"num_batches={STEPS + 1}", "learning_rate_schedule_steps=3")
+    before = tiny_runs.saved(one, STEPS)[0]
+    finish(start("one", 2, 2, *more))
+    assert TrainingStore(one / "checkpoints" / "actor", keep=1).steps()[-1] == STEPS + 1
+    assert tiny_runs.metrics(one)[-1]["step"] == STEPS + 1
+    assert before.keys() == tiny_runs.saved(one, STEPS + 1)[0].keys()
+
+
+def wait_for_step(running, run, step):
+    end = time.monotonic() + WAIT
+    lines = run / "metrics.jsonl"
+    while time.monotonic() < end and (not lines.exists() or lines.read_text().count("\n") < step):
+        assert all(p.poll() is None for p in running.processes), running.log(0) + running.log(1)
+        time.sleep(0.05)
+
+
+LONG = ("num_batches=3000", "num_epoch=1000", "checkpoint_period=1", "max_num_checkpoints_to_keep=2")
+
+
+@pytest.mark.slow
+def test_when_one_is_killed_the_others_end_and_say_why_and_the_run_goes_on(start):
+    run = start.base / "killed"
+    with start("killed", 2, 1, *LONG) as running:
+        wait_for_step(running, run, 2)
+        running.processes[1].kill()
+        since = time.monotonic()
+        code = running.processes[0].wait(WAIT)
+        assert time.monotonic() - since < 2 * HEARTBEAT_SECONDS
+        assert code != 0
+        assert "one of which has gone" in running.log(0), running.log(0)
+    saved = TrainingStore(run / "checkpoints" / "actor", keep=2).latest()
+    assert saved >= 1
+    logs = finish(start("killed", 2, 1, *LONG, "resume=true", f"num_batches={saved + 1}"))
+    assert f"from step {saved}" in logs[0]
+    assert tiny_runs.metrics(run)[-1]["step"] == saved + 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step_saved(start):
+    run = start.base / "told"
+    with start("told", 2, 1, *LONG) as running:
+        wait_for_step(running, run, 1)
+        os.kill(running.processes[1].pid, signal.SIGTERM)
+        assert running.wait(WAIT) == [75, 75]
+        said = [running.log(i).splitlines()[-1] for i in range(2)]
+    steps = TrainingStore(run / "checkpoints" / "actor", keep=2).steps()
+    assert all(f"step {steps[-1]} is saved" in line for line in said), said
+    assert tiny_runs.metrics(run)[-1]["step"] == steps[-1]
+
+
+@pytest.mark.slow
+def test_eight_processes_give_what_one_gives(start, one):
+    finish(start("eight", 8, 4, "ici_data_parallelism=8"))
+    assert_same(start.base / "eight", one)
+
+
+# ---- who is one of how many ----
+
+THREE = {"BURNISH_COORDINATOR_ADDRESS": "host:1", "BURNISH_NUM_PROCESSES": "4", "BURNISH_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({}, None),
+        (THREE, "BURNISH_*"),
+        (THREE | {"BURNISH_NUM_PROCESSES": "1", "BURNISH_PROCESS_ID": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "JAX_PLATFORMS": "cuda"}, "Slurm"),
+        ({"SLURM_NTASKS": "2"}, None),  # within sbatch, not started by srun
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU slice"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "proxy,cpu"}, None),
+    ],
+)
+def test_the_environment_says_who_is_one_of_how_many(env, name):
+    found = find_cluster(env)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"BURNISH_PROCESS_ID": ""}, "BURNISH_PROCESS_ID is not"),
+        ({"BURNISH_PROCESS_ID": "4"}, "below BURNISH_NUM_PROCESSES=4"),
+        ({"BURNISH_NUM_PROCESSES": "many"}, "BURNISH_NUM_PROCESSES=many"),
+    ],
+)
+def test_half_an_environment_is_refused(changes, words):
+    with pytest.raises(ProcessError, match=words):
+        find_cluster(THREE | changes)
