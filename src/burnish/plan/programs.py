@@ -297,11 +297,10 @@ def handover_jobs(trainer: Trainer, sampler: Sampler, side: Side) -> list[Job]:
     each kind, and what is outside of layers."""
     spec, mesh = sampler.spec, trainer.updater.mesh
     params = trainer.state.params
-    devices = list(mesh.devices.flat)
-    summed = set(devices) != set(sampler.mesh.devices.flat)  # what goes to other devices is checked there
+    summed = set(mesh.devices.flat) != set(sampler.mesh.devices.flat)  # what goes to other devices is checked there
 
     def job(name: str, times: float, sources: Params, index: int | None, targets: Params) -> Job:
-        layouts = tuple(transfer.layout_on(devices, x.sharding) for x in targets.values())
+        layouts = tuple(transfer.layout_on(sources[key].sharding, x.sharding) for key, x in targets.items())
         arrays = tuple(sources[key] for key in targets)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
         indices = tuple(None if index is None else number for _ in targets)
