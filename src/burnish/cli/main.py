@@ -33,6 +33,7 @@ class Job:
     def run(self) -> None:
         from burnish.config.overrides import load_config
         from burnish.config.schema import COMMANDS as CONFIGS
+        from burnish.parallel import absent_tpu
 
         config = load_config(CONFIGS[self.command.name], self.args, self.command.positional)
         # transformers advises to install torch, which nothing here needs.
@@ -40,6 +41,7 @@ class Job:
         # Compiled programs are kept: a second start, and above all a resumed run, does not compile again.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/burnish/jax"))
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        absent_tpu.settle()
         module, _, function = self.command.function.partition(":")
         getattr(importlib.import_module(module), function)(config)
 

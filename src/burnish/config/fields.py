@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined, core_schema
 
 SECTIONS = (
+    "Plan",
     "Job",
     "Hosts",
     "Environment",

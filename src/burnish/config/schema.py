@@ -157,6 +157,77 @@ class RunConfig(
         return self.max_num_seqs or self.resolved_rollout_micro_batch_size * self.rl.num_generations
 
 
+class PlanConfig(RunConfig):
+    """Options of plan: those of the run, and what to plan it for."""
+
+    section: ClassVar[str] = "Plan"
+
+    topology: str = option(
+        ...,
+        "Devices to plan for: chip and number (v6e-8), chip and shape of a slice (v6e:4x8), or virtual devices of this "
+        "machine (cpu-8); with dcn_data_parallelism above 1, that many such slices",
+    )
+    prompt_tokens: int | None = option(
+        None,
+        "Length of a prompt that times are estimated for; memory is always planned for the longest",
+        unit="tokens",
+        default_words="max_prefill_predict_length",
+        ge=1,
+    )
+    completion_tokens: int | None = option(
+        None,
+        "Length of a completion that times are estimated for; memory is always planned for the longest",
+        unit="tokens",
+        default_words="all that max_target_length leaves",
+        ge=1,
+    )
+    price_per_chip_hour: float | None = option(
+        None, "What an hour of one chip costs, in any currency", default_words="no price is shown", ge=0
+    )
+    exact: bool = option(
+        False,
+        "Compile as training does; false compiles several times faster, with temporaries up to a fifth smaller",
+    )
+    search: bool = option(
+        False,
+        "Where the run does not fit, look for the nearest settings that do: micro-batch, remat_policy, optimizer, mesh "
+        "and completions sampled at the same time",
+    )
+    search_seconds: int = option(600, "Longest time that the search may take", unit="seconds", ge=1)
+    json_file: str | None = option(None, "File to write the plan to, as JSON", default_words="not written")
+    html_file: str | None = option(
+        None, "File to write the plan to, as a page that needs no other file", default_words="not written"
+    )
+    load_parameters_path: str = option(
+        "builtin",
+        "The weights that the run starts from, whose config.json describes the model where model_name does not; no "
+        "weights are read",
+    )
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.resolved_prompt_tokens > self.max_prefill_predict_length:
+            raise ValueError(
+                f"prompt_tokens={self.prompt_tokens} is more than "
+                f"max_prefill_predict_length={self.max_prefill_predict_length}, the longest prompt"
+            )
+        if self.resolved_prompt_tokens + self.resolved_completion_tokens > self.max_target_length:
+            raise ValueError(
+                f"prompt_tokens={self.resolved_prompt_tokens} and completion_tokens={self.resolved_completion_tokens} "
+                f"are together more than max_target_length={self.max_target_length}"
+            )
+        return self
+
+    @property
+    def resolved_prompt_tokens(self) -> int:
+        return self.prompt_tokens or self.max_prefill_predict_length
+
+    @property
+    def resolved_completion_tokens(self) -> int:
+        """Length of a completion that times are estimated for."""
+        return self.completion_tokens or self.max_target_length - self.resolved_prompt_tokens
+
+
 class SFTConfig(
     CommandConfig,
     ModelOptions,
@@ -431,6 +502,7 @@ class VmDeleteConfig(CommandConfig, VmNameOptions, ConfirmOptions):
 COMMANDS: dict[str, type[CommandConfig]] = {
     "demo": DemoConfig,
     "train-rl": RunConfig,
+    "plan": PlanConfig,
     "sft": SFTConfig,
     "evaluate": EvalConfig,
     "generate": GenerateConfig,

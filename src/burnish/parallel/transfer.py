@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from burnish.parallel.errors import MeshError
 from burnish.parallel.mesh import AXES, on
@@ -118,13 +118,16 @@ def _indices(pieces: Sequence[Piece]) -> tuple[np.int32 | None, ...]:
 
 def _layouts_on_sender(pieces: Sequence[Piece]) -> tuple[NamedSharding, ...]:
     """The targets' layouts on the devices that the sources are on: the same number of parts, in the same order."""
-    return tuple(_layout_on_sender(p.source, p.target) for p in pieces)
+    return tuple(
+        layout_on(p.source.sharding, p.target) if isinstance(p.source, jax.Array) and p.source.committed else p.target
+        for p in pieces
+    )
 
 
-def _layout_on_sender(source: Any, target: NamedSharding) -> NamedSharding:
-    if not isinstance(source, jax.Array) or not source.committed:
-        return target
-    devices = _ordered_devices(source)
+@lru_cache(maxsize=1024)
+def layout_on(source: Sharding, target: NamedSharding) -> NamedSharding:
+    """The target's layout on the devices of the source: as many parts, in the same order."""
+    devices = list(source.mesh.devices.flat) if isinstance(source, NamedSharding) else list(source.device_set)
     if devices == list(target.mesh.devices.flat):
         return target
     sizes = [target.mesh.shape[axis] for axis in AXES]
@@ -134,18 +137,13 @@ def _layout_on_sender(source: Any, target: NamedSharding) -> NamedSharding:
     elif len(devices) % parts == 0:
         shape = [len(devices) // parts, *sizes[1:]]
     else:  # the parts differ then, and the copy goes through the host
-        return NamedSharding(Mesh(np.array(devices).reshape(-1, 1, 1, 1), AXES), jax.sharding.PartitionSpec())
+        return NamedSharding(Mesh(np.array(devices).reshape(-1, 1, 1, 1), AXES), PartitionSpec())
     return NamedSharding(Mesh(np.array(devices).reshape(shape), AXES), target.spec)
 
 
 def _mesh(layout: NamedSharding) -> Mesh:
     assert isinstance(layout.mesh, Mesh)
     return layout.mesh
-
-
-def _ordered_devices(x: jax.Array) -> list[jax.Device]:
-    sharding = x.sharding
-    return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
 
 
 @partial(jax.jit, static_argnames=("dtype", "layouts", "summed"))

@@ -155,7 +155,7 @@ def apply_gradients(
         "grad_norm": norm,
         "update_norm": jnp.sqrt(sum(squares)),
         "learning_rate": lr,
-        "changed_fraction": sum(changed) / sum(old.size for _, old in leaves),
+        "changed_fraction": sum(changed) / jnp.float32(sum(old.size for _, old in leaves)),  # beyond int32
         "skipped_updates": new_state.skipped,
     }
     return new_state, metrics

@@ -15,13 +15,13 @@ as many as devices along `tensor`. Rows stay on their devices, so that only acti
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from burnish.models import decoder, tpu
 from burnish.models.attention import MASKED, Attend, Scoring, scoring
@@ -100,10 +100,9 @@ def decode_view(
     """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype, split over `mesh`.
     Always copies, because the trainer gives its own arrays away to its next update. From other devices `chunk_size`
     arrays are moved at a time; the second result then says what was moved."""
-    groups = [_layer_pieces(spec, params, i, mesh) for i in range(spec.num_layers)]
-    infos = param_infos(spec)
-    rest = {name: a for name, a in params.items() if name not in ("layers", "tail")}
-    groups.append([Piece(n, a, None, rules.sharding(infos[n].axes, infos[n].shape, mesh)) for n, a in rest.items()])
+    layouts, rest = _layouts(spec, mesh)
+    groups = [_layer_pieces(spec, params, i, layouts[i % len(layouts)]) for i in range(spec.num_layers)]
+    groups.append([Piece(name, params[name], None, layout) for name, layout in rest.items()])
     if transfer.same_devices(mesh, params):
         # A layer at a time: the compiled function is small, and the same for all layers of a kind.
         moved, report = [transfer.relaid(group, dtype) for group in groups], None
@@ -117,15 +116,26 @@ def decode_view(
     return {**last, "layers": layers}, report
 
 
-def _layer_pieces(spec: ModelSpec, params: Params, layer: int, mesh: Mesh) -> list[Piece]:
+Layouts = dict[str, NamedSharding]
+
+
+@lru_cache(maxsize=8)
+def _layouts(spec: ModelSpec, mesh: Mesh) -> tuple[list[Layouts], Layouts]:
+    """How the arrays of each kind of layer, and those outside layers, are split over the mesh."""
+
+    def of(infos: Mapping[str, ParamInfo]) -> Layouts:
+        return {name: rules.sharding(info.axes, info.shape, mesh) for name, info in infos.items()}
+
+    rest = {name: info for name, info in param_infos(spec).items() if isinstance(info, ParamInfo)}
+    return [of(layer_infos(spec.at(i))) for i in range(len(spec.pattern))], of(rest)
+
+
+def _layer_pieces(spec: ModelSpec, params: Params, layer: int, layouts: Layouts) -> list[Piece]:
     place = layer_place(spec, layer)
     held = params
     for key in place.path:
         held = held[key]
-    return [
-        Piece(f"layers/{layer}/{name}", held[name], place.index, rules.sharding(info.axes, info.shape, mesh))
-        for name, info in layer_infos(spec.at(layer)).items()
-    ]
+    return [Piece(f"layers/{layer}/{name}", held[name], place.index, layout) for name, layout in layouts.items()]
 
 
 CACHE_AXES = ("batch", "kv_heads", None, None)

@@ -1,0 +1,125 @@
+"""Accelerators that a run can be planned for: what each chip holds and does, and how slices of them are called.
+
+Peak rates are those of the vendors' public pages; usable memory is what the compiler itself allows a program on one
+device (it is less than the chip has). Nothing here imports JAX, and nothing was measured on a chip.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from burnish.plan.errors import PlanError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of chip. All figures are per JAX device; `devices` of them make a chip."""
+
+    name: str
+    platform: str  # as JAX calls it
+    memory: int | None  # bytes that a program may use; None: not known beforehand
+    flops: float | None  # bfloat16 FLOP/s
+    memory_bandwidth: float | None  # byte/s
+    link_bandwidth: float | None  # byte/s of one inter-chip link in one direction
+    shapes: dict[int, str]  # number behind the dash -> topology
+    dimensions: int = 0  # of a topology
+    devices: int = 1
+
+
+_TORUS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+# v5p-N counts TensorCores, two of which make a chip (https://docs.cloud.google.com/tpu/docs/v5p).
+_TORUS_3D = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4", 256: "4x4x8", 512: "4x8x8", 1024: "8x8x8"}
+
+CHIPS = {
+    # Rates: https://docs.cloud.google.com/tpu/docs/v6e, which compares v6e with v5e, and for the bandwidth of v6e and
+    # all of v5p and tpu7x https://docs.cloud.google.com/tpu/docs/tpu7x. A link's one-way bandwidth is the published
+    # bidirectional figure of a chip over twice its links (4 in a 2D torus, 6 in a 3D one). Memory: what libtpu
+    # 0.0.42.1 says it has available when a program does not fit.
+    "v5e": Chip("v5e", "tpu", int(15.75 * GIB), 197e12, 800e9, 400e9 / 8, _TORUS_2D, 2),
+    "v5p": Chip("v5p", "tpu", int(95.74 * GIB), 459e12, 2765e9, 1200e9 / 12, _TORUS_3D, 3),
+    "v6e": Chip("v6e", "tpu", int(31.24 * GIB), 918e12, 1638e9, 800e9 / 8, _TORUS_2D, 2),
+    # A tpu7x chip is two devices, each with half of everything.
+    "tpu7x": Chip("tpu7x", "tpu", int(94.75 * GIB), 2307e12 / 2, 7380e9 / 2, 1200e9 / 12, {}, 3, devices=2),
+    # Virtual devices of this machine: memory is shared with everything else and rates depend on the machine.
+    "cpu": Chip("cpu", "cpu", None, None, None, None, {}),
+}
+
+_REFUSED = {
+    "h100": "planning for it needs NVIDIA's own compiler (the CUDA plugin of JAX, nvcc and a description of the target "
+    "device), which burnish does not drive yet",
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice of one kind of chip, or several slices of the same shape."""
+
+    chip: Chip
+    shape: tuple[int, ...]  # () for virtual devices
+    num_slices: int
+    num_devices: int  # of all slices
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_devices // self.chip.devices
+
+    @property
+    def name(self) -> str:
+        """As the compiler calls one slice."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def chips_per_host(self) -> tuple[int, ...]:
+        """Bounds of one host: the single-host slice of eight has them all, larger slices have hosts of four."""
+        if self.shape == (2, 4):
+            return (2, 4, 1)
+        return (*(min(2, n) for n in self.shape[:2]), 1)
+
+    def describe(self) -> str:
+        if not self.shape:
+            return f"{self.num_devices} virtual CPU devices"
+        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        chips = self.num_chips // self.num_slices
+        return f"{slices}{chips} {self.chip.name} chips ({'x'.join(map(str, self.shape))})"
+
+
+def parse_topology(text: str, num_slices: int = 1) -> Topology:
+    """`v6e-8`, `v6e:2x4` or `cpu-8` -> Topology of `num_slices` such slices. Raises PlanError."""
+    match = re.fullmatch(r"([a-z][a-z0-9]*?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
+    if match is None:
+        raise PlanError(
+            f"topology={text!r} is not one: write a chip and a number (v6e-8) or a shape (v6e:2x4), or cpu-8 for "
+            f"virtual devices; chips: {', '.join(CHIPS)}"
+        )
+    name, count, shape = match.groups()
+    if name in _REFUSED:
+        raise PlanError(f"topology={text}: no plan for {name}: {_REFUSED[name]}; chips: {', '.join(CHIPS)}")
+    if name not in CHIPS:
+        near = difflib.get_close_matches(name, CHIPS, n=1, cutoff=0.3)
+        raise PlanError(
+            f"topology={text}: {name} is not a known chip{f'; did you mean {near[0]}?' if near else ''}; chips: "
+            f"{', '.join(CHIPS)}"
+        )
+    chip = CHIPS[name]
+    if chip.platform == "cpu":
+        if count is None or int(count) < 1:
+            raise PlanError(f"topology={text}: virtual devices have no shape: write cpu-8 for eight of them")
+        return Topology(chip, (), num_slices, int(count) * num_slices)
+    if count is not None:
+        if int(count) not in chip.shapes:
+            known = ", ".join(f"{name}-{n} ({s})" for n, s in chip.shapes.items())
+            raise PlanError(
+                f"topology={text}: there is no {name} slice of that name"
+                + (f"; there are {known}; or write a shape ({name}:{'x'.join('2' * chip.dimensions)})" if known else
+                   f"; write its shape, as in {name}:2x2x1")
+            )  # fmt: skip
+        shape = chip.shapes[int(count)]
+    sizes = tuple(int(n) for n in str(shape).split("x"))
+    if len(sizes) != chip.dimensions or 0 in sizes:
+        example = next(iter(chip.shapes.values()), "2x2x1")
+        raise PlanError(f"topology={text}: a {name} slice has {chip.dimensions} sizes above 0, as in {name}:{example}")
+    return Topology(chip, sizes, num_slices, math.prod(sizes) * chip.devices * num_slices)

@@ -1,0 +1,261 @@
+"""Whole plans of the embedded model: for virtual devices, for TPUs that are not there, and what does not fit."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from burnish.config.overrides import load_config
+from burnish.config.schema import PlanConfig
+from burnish.models.params import init_params
+from burnish.models.spec import ExpertsSpec
+from burnish.plan import make, report, workload
+from burnish.plan.chips import CHIPS, Topology, parse_topology
+from burnish.plan.counts import matrices_read
+from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic, estimate
+from burnish.plan.programs import out_of_memory
+from burnish.plan.search import search
+from burnish.rollout import decode
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+SMALL = [
+    "batch_size=8",
+    "rl.num_generations=4",
+    "rl.grpo_beta=0",
+    "max_prefill_predict_length=64",
+    "max_target_length=96",
+    "remat_policy=none",
+]
+
+
+def plan_in_a_process(tmp_path, *options, code=0):
+    """What `burnish plan` writes as JSON, and what it prints; tests have one device and no TPU settings."""
+    file = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "burnish.cli.main", "plan", *options, f"json_file={file}"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == code, run.stderr
+    return (json.loads(file.read_text()) if file.exists() else None), run.stdout + run.stderr
+
+
+def one_device(memory=None):
+    """This machine's first device as a chip with so much memory."""
+    return Topology(dataclasses.replace(CHIPS["cpu"], memory=memory), (), 1, 1)
+
+
+def setting(*options, topology=None):
+    cfg = load_config(PlanConfig, ["topology=cpu-1", *SMALL, *options])
+    return make.Setting.of(cfg, make.spec_of(cfg), topology or one_device(), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A setting for one device of unknown memory, and its plan."""
+    asked = setting("mu_dtype=bfloat16")
+    return asked, make.make_plan(asked, exact=False)
+
+
+def test_bytes_are_those_of_the_arrays_that_training_makes(small):
+    planned, plan = small
+    moments = {m.name: m.kinds for m in plan.moments}
+    params = init_params(planned.spec, jax.random.key(0))
+    updater, mesh = planned.trainer.updater, planned.sampler.mesh
+    view, _ = decode.decode_view(planned.spec, params, mesh, jnp.float32, 0, None)
+    state = updater.init(params)
+
+    def size(tree):
+        return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+    w = planned.longest
+    lanes = decode.empty_caches(planned.spec, w.lanes, w.lane_columns, jnp.float32, mesh)
+    own = decode.empty_caches(planned.spec, w.slots, w.own_columns, jnp.float32, mesh)
+    assert moments["gradients"][make.WEIGHTS] == size(state.params)
+    assert moments["gradients"][make.OPTIMIZER] == size(state.opt_state)
+    assert planned.trainer.micro_batches == 1
+    assert moments["gradients"][make.GRADIENTS] == size(state.params)
+    assert moments["gradients"][make.REFERENCE] == 0
+    assert moments["decode"][make.VIEW] == size(view)
+    assert moments["decode"][make.CACHES] == size(lanes) + size(own)
+    assert plan.fits is None  # nobody knows how much memory virtual devices have
+
+
+def test_with_several_micro_batches_there_are_two_gradients(small):
+    _, plan = small
+    planned = setting("mu_dtype=bfloat16", "train_micro_batch_size=2")
+    assert planned.trainer.micro_batches == 4
+    one, two = ({m.name: m.kinds for m in x} for x in (plan.moments, make.memory_moments(planned, plan.programs)))
+    assert two["gradients"][make.GRADIENTS] == 2 * one["gradients"][make.GRADIENTS]
+    assert two["optimizer"][make.GRADIENTS] == one["optimizer"][make.GRADIENTS]
+
+
+@pytest.mark.slow
+def test_search_finds_the_nearest_settings_that_fit(small):
+    asked, plan = small
+    needed = max(m.total for m in plan.moments)
+    limited = one_device(int(0.6 * needed))
+    assert dataclasses.replace(plan, topology=limited).fits is False
+
+    found = search(asked.cfg, asked.spec, limited, jax.devices()[:1])
+    assert found.found is not None
+    assert found.found.fits
+    assert found.changes
+    assert max(m.total for m in found.found.moments) <= limited.chip.memory
+    told = report.search_json(found)
+    assert told["found"]["fits"] is True
+    assert told["tried"][-1]["changes"] == found.changes
+    assert "optimizer" not in found.changes  # what changes the mathematics is farther away than what costs time
+
+
+def test_search_says_when_nothing_fits():
+    asked = setting()
+    found = search(asked.cfg, asked.spec, one_device(2**20), jax.devices()[:1])
+    assert (found.found, found.tried) == (None, ())
+    assert found.considered >= 5  # one for each optimizer at least
+
+
+@pytest.mark.slow
+def test_virtual_devices_are_planned_with_their_exchange(tmp_path):
+    plan, printed = plan_in_a_process(tmp_path, "topology=cpu-4", "ici_data_parallelism=2", *SMALL)
+    assert plan["meshes"]["trainer"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 1}
+    gradients = next(p for p in plan["programs"] if p["name"] == "gradients")
+    assert {axis for c in gradients["collectives"] for axis in c["axes"]} == {"data", "fsdp"}
+    assert plan["estimate"] is None
+    assert "No times are estimated" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu, the TPU compiler (extra tpu), is not installed")
+def test_a_slice_of_tpus_is_planned_without_one(tmp_path):
+    page = tmp_path / "plan.html"
+    options = ["topology=v6e-8", *SMALL, "ici_data_parallelism=2", "rl.grpo_beta=0.08"]
+    options += ["price_per_chip_hour=2", f"html_file={page}"]
+    plan, printed = plan_in_a_process(tmp_path, *options)
+    assert plan["fits"] is True
+    assert plan["topology"]["chips"] == 8
+    assert {p["name"] for p in plan["programs"]} == {
+        "gradients",
+        "optimizer",
+        "reference logprobs",
+        "prefill",
+        "decode",
+        "weights to the sampler, layer 0",  # all layers are of one kind
+        "weights to the sampler, rest",
+    }
+    assert all(p["memory"] for p in plan["programs"])
+    assert plan["estimate"]["step"] > plan["estimate"]["step_at_best"] > 0
+    assert plan["price"] == pytest.approx(2 * plan["chip_hours"], abs=0.01)
+    assert "by the compiler's account" in printed
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "http" not in text  # nothing outside the page
+
+
+def test_without_the_compiler_the_extra_is_named(tmp_path):
+    program = (
+        "import sys; sys.modules['libtpu'] = None; from burnish.cli.main import main; main(['plan', 'topology=v6e-8'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "burnish[tpu]" in run.stderr
+
+
+def test_lengths_that_do_not_fit_are_refused():
+    with pytest.raises(Exception, match="prompt_tokens=300"):
+        load_config(PlanConfig, ["topology=v6e-8", "prompt_tokens=300"])
+    with pytest.raises(Exception, match="max_target_length"):
+        load_config(PlanConfig, ["topology=v6e-8", "completion_tokens=1000"])
+
+
+def test_what_the_compiler_says_of_too_large_programs():
+    used = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 40.5G of 31.24G hbm."  # noqa: E501
+    assert out_of_memory(used) == "needs 40.5GiB, more than the 31.24GiB that a program may use"
+    temporaries = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (502.97G) exceeds "
+        "available HBM (31.25G)."
+    )
+    assert "502.97GiB" in out_of_memory(temporaries)
+    assert out_of_memory("INTERNAL: something else") is None
+
+
+SIZES = Sizes(
+    trainer=Split(tensor=1, expert=1, groups=8),
+    sampler=Split(tensor=1, expert=1, groups=8),
+    shared=True,
+    state_bytes=10**9,
+    master_bytes=10**9,
+    view_bytes=10**9,
+)
+
+
+def test_the_estimate_is_a_roofline():
+    planned = setting("num_batches=7", "num_test_batches=0")
+    topology, w = parse_topology("v6e-8"), planned.expected
+    chip = topology.chip
+    sent = {"gradients": Traffic(3e9, 10)}
+    made = estimate(planned.spec, topology, w, SIZES, sent, Assumptions())
+    phases = {p.name: p for p in made.phases}
+    for p in made.phases:
+        assert p.seconds >= p.at_best > 0
+    gradients = phases["gradients"]
+    slowest = max(
+        gradients.flops / chip.flops,
+        gradients.read / chip.memory_bandwidth,
+        3e9 * w.micro_batches / (2 * chip.link_bandwidth),
+    )
+    assert gradients.at_best == pytest.approx(slowest)
+    assert gradients.bound_by == "exchange between chips"
+    assert made.step == pytest.approx(sum(p.seconds for p in made.phases))
+    assert made.run == pytest.approx(7 * made.step)
+    assert 0 < made.share_of_peak < 1
+    assert phases["optimizer"].at_best == pytest.approx(2e9 / chip.memory_bandwidth)
+
+
+def test_a_device_reads_its_part_of_the_weights_and_of_the_experts_that_its_group_needs():
+    spec = setting().spec
+    mixture = dataclasses.replace(spec, experts=ExpertsSpec(num_experts=8, num_active=2, d_expert=16))
+    dense, experts = matrices_read(mixture, 5)
+    split = Split(tensor=2, expert=4, groups=3)
+    assert split.devices == 24
+    assert split.read(mixture, 15) == pytest.approx(2 * (dense / 2 + experts / 8))
+
+
+def test_sampling_and_training_overlap_only_on_devices_of_their_own():
+    planned = setting("num_test_batches=0")
+    topology = parse_topology("v6e-8")
+    own = dataclasses.replace(SIZES, shared=False)
+    steps = {
+        off_policy: estimate(
+            planned.spec,
+            topology,
+            dataclasses.replace(planned.expected, off_policy=off_policy),
+            own,
+            {},
+            Assumptions(),
+        )
+        for off_policy in (False, True)
+    }
+    seconds = [p.seconds for p in steps[True].phases]
+    assert steps[False].step == pytest.approx(sum(seconds))
+    assert steps[True].step == pytest.approx(max(sum(seconds[:2]), sum(seconds[2:])))
+
+
+def test_tables_have_a_cell_for_every_column(small):
+    _, plan = small
+    for section in report.sections(plan):
+        assert all(len(row) == len(section.columns) for row in section.rows)
+    total = plan.moments[0].total / 2**30
+    assert f"{total:.2f}" in np.array(report.sections(plan)[0].rows)[-1]
+
+
+def test_a_sample_of_many_prompts_is_packed_as_all_of_them_are(monkeypatch):
+    sampled = setting("batch_size=320").longest
+    monkeypatch.setattr(workload, "SAMPLE", 1000)
+    whole = setting("batch_size=320").longest
+    assert sampled.row_tokens == whole.row_tokens
+    assert sampled.micro_batches == pytest.approx(whole.micro_batches, rel=0.1)
+    assert (sampled.rows, sampled.row_length) == (whole.rows, whole.row_length)
