@@ -118,18 +118,31 @@ def test_no_program_holds_a_whole_weight_or_all_logits(found, name):
 
 
 def test_the_collectives_of_the_update_are_those_of_the_axes_in_use(found):
-    """Copies of the weights exchange sums of gradients only; fsdp gathers weights; tensor sums activations; experts
-    gather and sum tokens of their group. No permutations of data anywhere."""
+    """Copies of the weights exchange sums of gradients, and logprobs in the end; fsdp gathers one layer's weights and
+    exchanges looked-up rows of the embeddings; tensor sums activations; experts gather the tokens of their group and
+    scatter the sums. Nothing large is permuted."""
     of = {name: found[name]["collectives"] for name in RUNS}
+    logprobs = found["dense/data8/adamw"]["rows"]
     data = of["dense/data8/adamw"]
-    assert data["all-reduce"]
-    assert not data["all-gather"]
-    assert not data["all-to-all"]
+    assert data["all-gather"] == [logprobs]
+    assert [512, 128] in data["all-reduce"]
+    assert not data["all-to-all"] + data["reduce-scatter"]
+
     fsdp = of["dense/fsdp8/adamw"]
-    assert [128, 4, 8] in fsdp["all-gather"] or any(np.prod(s) == 128 * 4 * 8 for s in fsdp["all-gather"])
-    assert fsdp["all-to-all"]  # of looked-up rows of the embeddings
-    assert of["experts/fsdp2expert2tensor2/adamw"]["all-gather"]
-    assert not any(c["collective-permute"] for c in of.values())
+    assert [128, 256] in fsdp["all-gather"]
+    assert fsdp["all-to-all"] == [[1, 64, 16]]
+    assert fsdp["reduce-scatter"] == [[512, 16]]  # the gradient of the head
+
+    row, width = [4, 64], 128
+    tensor = of["dense/fsdp4tensor2/adamw"]
+    assert [row[1], width] in tensor["all-reduce"]  # a row of this device: attention and MLP
+
+    experts = of["experts/fsdp2expert2tensor2/adamw"]
+    assert [2, row[1], width] in experts["all-gather"]
+    assert [row[1], width] in experts["reduce-scatter"]
+    for name, collectives in of.items():
+        largest = max([int(np.prod(shape)) for shape in collectives["collective-permute"]], default=0)
+        assert largest <= (row[0] * row[1] if name.startswith("experts") else 0), name  # routing weights
 
 
 def test_nothing_is_compiled_twice(found):

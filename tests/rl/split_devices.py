@@ -1,7 +1,8 @@
-"""`python split_devices.py DIRECTORY`: whole runs on 8 virtual devices, with and without devices of its own for the
+"""`python split_devices.py DIRECTORY`: whole runs on virtual devices, with and without devices of its own for the
 sampler; what they came to is written to DIRECTORY/found.json.
 
-A program of its own, because the number of devices is settled when JAX starts. XLA_FLAGS must ask for 8.
+A program of its own, because the number of devices is settled when JAX starts. XLA_FLAGS must ask for 8, or for 32:
+then it runs a mixture of experts in the layout of a slice of 32 chips under one controller, and nothing else.
 """
 
 import json
@@ -142,8 +143,38 @@ def transfer_faults():
     return found
 
 
+EXPERTS = {
+    "vocab_size": 512,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SLICE = (
+    "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "allow_split_physical_axes=true",
+    "ici_tensor_parallelism=2", "ici_expert_parallelism=4", "ici_fsdp_parallelism=-1",
+    "rollout_tensor_parallelism=4", "rollout_expert_parallelism=1", "rl.reshard_chunk_size=4",
+)  # fmt: skip
+ONE_EACH = ("trainer_devices_fraction=0.125", "sampler_devices_fraction=0.125")
+
+
+def run_experts(base, *devices):
+    """Two steps, one ahead, of a mixture of experts with Adafactor."""
+    with mock.patch.dict(tiny_runs.SMALL, EXPERTS):
+        checkpoint = tiny_runs.write_checkpoint(base / "experts")
+    questions = tiny_runs.write_questions(base / "experts" / "questions.jsonl")
+    options = ("optimizer=adafactor", "learning_rate=0.001", "num_batches=2", "batch_size=4", "rl.off_policy_steps=1")
+    run_training(*tiny_runs.train_args(checkpoint, questions, base, "slice", *options, *devices))
+    return {"metrics": metrics(base / "slice"), "ids": [[r[0] for r in s] for s in rollouts_of(base / "slice", 2)]}
+
+
 def main(directory):
     base = Path(directory)
+    if jax.device_count() == 32:
+        (base / "found.json").write_text(json.dumps(run_experts(base, *SLICE)))
+        return
     with mock.patch.dict(tiny_runs.SMALL, vocab_size=512):  # the tokenizer's 483 can not be halved
         checkpoint = tiny_runs.write_checkpoint(base / "checkpoint")
     questions = tiny_runs.write_questions(base / "questions.jsonl")
@@ -182,6 +213,7 @@ def main(directory):
     assert_same_run(base / "stopped", base / "ahead", steps=4)
     found["resumed"] = True
 
+    found["experts"] = run_experts(base, *ONE_EACH)
     moved = move_weights()
     found["transfer"] = {
         "arrays": moved.num_arrays,

@@ -33,7 +33,7 @@ MESHES = {
     "data2expert2tensor2": MeshSizes(data=2, expert=2, tensor=2),
 }
 RUNS = {
-    "dense": ("one", "data8", "data2tensor4"),
+    "dense": ("one", "data8"),
     "window": ("one", "data2tensor4"),
     "experts": ("one", "data2expert2tensor2"),
 }

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory):
     file = tmp_path_factory.mktemp("mesh") / "found.json"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     program = Path(__file__).with_name("mesh_engine.py")
     subprocess.run([sys.executable, str(program), str(file)], env=environment, check=True, timeout=500)
     return json.loads(file.read_text())

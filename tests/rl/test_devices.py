@@ -1,0 +1,52 @@
+"""Which devices train and which sample: by number, without any device."""
+
+import jax
+import pytest
+
+from burnish.config.overrides import load_config
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError
+from burnish.parallel.errors import MeshError
+from burnish.rl.devices import choose_devices, sampler_sizes
+
+EIGHT = list(range(8))
+
+
+def options(*args):
+    return load_config(RunConfig, ["load_parameters_path=x", *args])
+
+
+def split(trainer, sampler):
+    return options(f"trainer_devices_fraction={trainer}", f"sampler_devices_fraction={sampler}")
+
+
+def test_the_first_devices_train_and_the_last_ones_sample():
+    shared = choose_devices(options(), EIGHT)
+    assert shared.trainer == shared.sampler == tuple(EIGHT)
+    for trainer, sampler, numbers in ((0.5, 0.5, (4, 4)), (0.25, 0.75, (2, 6)), (0.5, 0.25, (4, 2))):
+        devices = choose_devices(split(trainer, sampler), EIGHT)
+        assert (len(devices.trainer), len(devices.sampler)) == numbers
+        assert devices.trainer == tuple(EIGHT[: numbers[0]])
+        assert devices.sampler == tuple(EIGHT[-numbers[1] :])
+        assert devices.split
+
+
+def test_shares_that_are_no_whole_number_of_devices_are_refused():
+    with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.3 of 8 devices is 2.4.*multiple of 1/8"):
+        choose_devices(split(0.3, 0.5), EIGHT)
+    with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.5 of 1 devices is 0.5"):
+        choose_devices(split(0.5, 0.5), EIGHT[:1])
+
+
+def test_processes_that_control_a_part_each_can_not_split_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(BurnishError, match=r"different processes, of which there are 2.*Pathways.*give 1 and 1"):
+        choose_devices(split(0.5, 0.5), EIGHT)
+    assert choose_devices(options(), EIGHT).trainer == tuple(EIGHT)
+
+
+def test_the_samplers_axes_must_come_to_its_devices():
+    sizes = sampler_sizes(options("rollout_tensor_parallelism=4"), EIGHT)
+    assert (sizes.data, sizes.expert, sizes.tensor) == (2, 1, 4)
+    with pytest.raises(MeshError, match=r"rollout_tensor_parallelism=3 .*there are 8"):
+        sampler_sizes(options("rollout_tensor_parallelism=3"), EIGHT)
