@@ -75,7 +75,6 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
     refused = {line.split("=")[0] for line in str(error.value).splitlines()}
     assert all("not supported yet" in line for line in str(error.value).splitlines())
     assert refused == {
-        "scan_layers",
         "hbm_utilization_vllm",
         "vllm_hf_overrides",
         "vllm_additional_config",

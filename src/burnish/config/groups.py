@@ -716,9 +716,9 @@ class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
         le=1,
     )
     sampler_devices_fraction: float = option(1.0, "Share of the devices that samples, the last ones", gt=0, le=1)
-    scan_layers: Annotated[bool, OneDevice((True,), "layers are stacked and scanned")] = option(
-        True, "Stack the layers and scan over them"
-    )
+    scan_layers: Annotated[
+        bool, OneDevice((), "checkpoints of either layout are read, and training scans whatever repeats")
+    ] = option(True, "Whether MaxText's checkpoint has its layers stacked")
     use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
         False, "Use the model's image and audio parts"
     )
