@@ -102,7 +102,7 @@ NEEDED = {
     "to-maxtext": ("hf_model_path=m", "base_output_directory=o"),
     "convert": ("m", "o", "--to", "hf"),
     "inspect": ("m",),
-        "plan": ("topology=cpu-8",),
+    "plan": ("topology=cpu-8",),
     "compare": ("m", "o"),
     "job config set": ("cluster", "c"),
     "job submit": ("--name=n", "--compute-type=v6e-8"),

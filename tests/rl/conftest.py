@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import tiny_runs
 
-TOKEN = "hf_planted0secret1token2"
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
@@ -31,6 +29,6 @@ def whole_run(checkpoint, questions, tmp_path_factory) -> Path:
     """The directory of a run of six steps in one go, evaluated before and after, with a token in the environment."""
     base = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_TOKEN", TOKEN)
+        patch.setenv("HF_TOKEN", tiny_runs.TOKEN)
         tiny_runs.run_training(*tiny_runs.train_args(checkpoint, questions, base, "run", "num_test_batches=2"))
     return base / "run"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import TOKEN
+from tiny_runs import TOKEN
 
 from burnish.config.overrides import load_config
 from burnish.config.schema import GenerateConfig

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKEN
-from tiny_runs import assert_same_run, metrics, run_training, train_args
+from tiny_runs import TOKEN, assert_same_run, metrics, run_training, train_args
 
 from burnish.checkpoints import store
 from burnish.checkpoints.store import TrainingStore

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_rl
-from conftest import TOKEN
-from tiny_runs import metrics, run_training, saved, train_args
+from tiny_runs import TOKEN, metrics, run_training, saved, train_args
 
 from burnish.checkpoints.export_command import to_huggingface
 from burnish.checkpoints.hf_import import load_params

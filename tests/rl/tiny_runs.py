@@ -26,6 +26,9 @@ from burnish.observe.metrics import read_metrics
 from burnish.observe.rollouts import read_rollouts, rollout_steps
 from burnish.rl.train import train
 
+TOKEN = "hf_planted0secret1token2"
+"""In the environment of the whole run, and nowhere else."""
+
 NUM_STEPS = 6
 SMALL = {
     "hidden_size": 32,
