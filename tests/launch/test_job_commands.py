@@ -151,6 +151,7 @@ def test_secrets_come_from_the_environment_and_from_files(tmp_path):
     [
         (["--secret-env=NOT_THERE"], "--secret-env=NOT_THERE: there is no such variable"),
         (["--secret-env=A=secret"], "not its value"),
+        ([f"--secret-env={TOKEN}"], "not its value"),
         (["--env-file=/nowhere"], "--env-file=/nowhere: cannot be read"),
         (["--grace-period=x"], "--grace-period=x: expected a duration"),
         (["--timeout=1.5h"], "--timeout=1.5h: expected a duration"),
@@ -165,12 +166,14 @@ def test_what_is_wrong_is_named(args, words):
     assert words in str(refused.value)
 
 
-def test_a_line_of_an_env_file_that_is_no_assignment_is_not_repeated(tmp_path):
-    file = tmp_path / "secrets"
-    file.write_text("A=1\nsecret\n")
+# The second is the end of a key of several lines.
+@pytest.mark.parametrize("line", ["secret", "MII+secret/==", "9secret=x"])
+def test_a_line_of_an_env_file_that_is_no_assignment_is_not_repeated(tmp_path, line):
+    file = tmp_path / "envfile"
+    file.write_text(f"A=1\n{line}\n")
     with pytest.raises(LaunchError, match=r"line 2: expected NAME=VALUE") as refused:
         read_env_file(str(file))
-    assert "secret\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
