@@ -10,8 +10,6 @@ from burnish.launch.answers import json_text, yaml_text
 
 TEXTS = st.text() | st.sampled_from(["1h", "yes", "a\nb", "a \n b\n", "\t"])
 SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
-    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["1h", "yes", "a\nb", "a \n b\n", "\t"])
-)
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
