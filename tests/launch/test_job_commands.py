@@ -266,7 +266,7 @@ def test_a_failed_jobs_exit_code_is_the_programs(capsys):
 def test_waiting_no_longer_leaves_the_job_alone(capsys):
     args = ("submit", "--name=long", *QUICK, "--command=sleep 60", "--await-job-completion", "--await-timeout=1s")
     code, _, err = burnish(capsys, *args)
-    assert (code, err.splitlines()[-1]) == (124, "error: job long has not ended after 1 s; it goes on")
+    assert (code, err.splitlines()[-1]) == (124, "error: job long has not ended within 1 s; it goes on")
     assert answer(capsys, "list", "--backend=local", "--status=Running")[0]["name"] == "long"
     assert answer(capsys, "cancel", "long", "--backend=local")["state"] == "Cancelled"
 

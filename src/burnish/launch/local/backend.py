@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from burnish.launch.backend import waited_too_long
 from burnish.launch.errors import LaunchError
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.local.groups import end_groups
@@ -19,7 +20,6 @@ from burnish.launch.local.plan import base_environment, make_plan
 from burnish.launch.local.state import DamagedJobError, JobDirectory, all_jobs, create, forget, open_job
 
 POLL_SECONDS = 0.1
-WAITED_TOO_LONG = 124
 _SHOWN_LINES = 20
 
 
@@ -94,8 +94,7 @@ class LocalBackend:
                 time.sleep(POLL_SECONDS)
 
     def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        seen = 0
+        started, seen = time.monotonic(), 0
         with _while_there(name) as job:
             while True:
                 status = job.status()
@@ -108,9 +107,8 @@ class LocalBackend:
                     return 0
                 if status.state.is_final:
                     return status.exit_code or 1
-                if deadline is not None and time.monotonic() > deadline:
-                    words = f"job {name} has not ended after {timeout:g} s; it goes on"
-                    raise LaunchError(words, exit_code=WAITED_TOO_LONG)
+                if timeout is not None and time.monotonic() - started > timeout:
+                    raise waited_too_long(name, timeout)
                 time.sleep(POLL_SECONDS)
 
     def cancel(self, name: str) -> JobStatus:
