@@ -185,7 +185,7 @@ def _while_there(name: str) -> Iterator[JobDirectory]:
     try:
         yield job
     except OSError as error:
-        if not job.path.exists():
+        if isinstance(error, FileNotFoundError) and not job.path.exists():
             raise LaunchError(f"{name}: the job was removed meanwhile") from None
         if not _is_under(job.path.parent, error.filename):
             raise  # such as standard error, which events are told on
