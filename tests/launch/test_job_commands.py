@@ -253,7 +253,8 @@ def test_a_failed_jobs_exit_code_is_the_programs(capsys):
     code, out, err = burnish(capsys, *args)
     assert (code, out) == (9, "")
     assert err.splitlines()[-1] == (
-        "error: job bad is Failed: main-job-0-0 has ended with exit code 9; burnish job logs bad shows its output"
+        "error: job bad is Failed: main-job-0-0 has ended with exit code 9; burnish job logs bad --backend=local "
+        "shows its output"
     )
     code, _, err = burnish(capsys, *args)
     assert code == 1
@@ -277,7 +278,10 @@ def test_an_interrupt_while_waiting_leaves_the_job_alone(capsys, monkeypatch):
 
     monkeypatch.setattr(LocalBackend, "wait", interrupted)
     code, _, err = burnish(capsys, "submit", "--name=long", *QUICK, "--command=sleep 60", "--await-job-completion")
-    assert (code, err) == (130, "no longer waiting; the job goes on: burnish job cancel long ends it\ninterrupted\n")
+    assert (code, err) == (
+        130,
+        "no longer waiting; the job goes on: burnish job cancel long --backend=local ends it\ninterrupted\n",
+    )
     assert not LocalBackend().status("long").state.is_final
 
 

@@ -36,7 +36,7 @@ from burnish.launch.job import (
     parse_duration,
     parse_mount,
 )
-from burnish.launch.settings import load_settings, save_setting
+from burnish.launch.settings import KEYS, load_settings, save_setting
 from burnish.observe.files import write_whole
 from burnish.text import decode
 
@@ -67,7 +67,7 @@ def submit(cfg: JobSubmitConfig) -> None:
     try:
         code = backend.wait(spec.name, timeout=timeout, on_event=_show_event)
     except KeyboardInterrupt:
-        print(f"no longer waiting; the job goes on: burnish job cancel {spec.name} ends it", file=sys.stderr)
+        print(f"no longer waiting; the job goes on: {_command_line('cancel', cfg)} ends it", file=sys.stderr)
         raise
     status = backend.status(spec.name)
     if cfg.output == "json":
@@ -76,7 +76,7 @@ def submit(cfg: JobSubmitConfig) -> None:
         _print(f"job {status.name} has succeeded")
     if code:
         reason = f": {status.reason}" if status.reason else ""
-        words = f"job {status.name} is {status.state}{reason}; burnish job logs {status.name} shows its output"
+        words = f"job {status.name} is {status.state}{reason}; {_command_line('logs', cfg)} shows its output"
         raise LaunchError(words, exit_code=code)
 
 
@@ -233,6 +233,12 @@ def _backend(cfg: JobPlaceOptions) -> Backend:
             namespace=cfg.namespace,
         )
     )
+
+
+def _command_line(verb: str, cfg: JobSubmitConfig) -> str:
+    """What another command on the same job is typed as: where the job is, is said as it was said here."""
+    place = [f"--{key}={getattr(cfg, key)}" for key in KEYS if getattr(cfg, key) is not None]
+    return " ".join(["burnish job", verb, cfg.name, *place])
 
 
 def _show_plan(documents: list[dict[str, Any]], cfg: JobSubmitConfig) -> None:
