@@ -151,6 +151,7 @@ def test_secrets_come_from_the_environment_and_from_files(tmp_path):
     [
         (["--secret-env=NOT_THERE"], "--secret-env=NOT_THERE: there is no such variable"),
         (["--secret-env=A=secret"], "not its value"),
+        ([f"--secret-env={TOKEN}"], "not its value"),
         (["--env-file=/nowhere"], "--env-file=/nowhere: cannot be read"),
         (["--grace-period=x"], "--grace-period=x: expected a duration"),
         (["--timeout=1.5h"], "--timeout=1.5h: expected a duration"),
@@ -165,12 +166,14 @@ def test_what_is_wrong_is_named(args, words):
     assert words in str(refused.value)
 
 
-def test_a_line_of_an_env_file_that_is_no_assignment_is_not_repeated(tmp_path):
-    file = tmp_path / "secrets"
-    file.write_text("A=1\nsecret\n")
+# The second is the end of a key of several lines.
+@pytest.mark.parametrize("line", ["secret", "MII+secret/==", "9secret=x"])
+def test_a_line_of_an_env_file_that_is_no_assignment_is_not_repeated(tmp_path, line):
+    file = tmp_path / "envfile"
+    file.write_text(f"A=1\n{line}\n")
     with pytest.raises(LaunchError, match=r"line 2: expected NAME=VALUE") as refused:
         read_env_file(str(file))
-    assert "secret\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,8 @@ def test_a_failed_jobs_exit_code_is_the_programs(capsys):
     code, out, err = burnish(capsys, *args)
     assert (code, out) == (9, "")
     assert err.splitlines()[-1] == (
-        "error: job bad is Failed: main-job-0-0 has ended with exit code 9; burnish job logs bad shows its output"
+        "error: job bad is Failed: main-job-0-0 has ended with exit code 9; burnish job logs bad --backend=local "
+        "shows its output"
     )
     code, _, err = burnish(capsys, *args)
     assert code == 1
@@ -263,7 +267,7 @@ def test_a_failed_jobs_exit_code_is_the_programs(capsys):
 def test_waiting_no_longer_leaves_the_job_alone(capsys):
     args = ("submit", "--name=long", *QUICK, "--command=sleep 60", "--await-job-completion", "--await-timeout=1s")
     code, _, err = burnish(capsys, *args)
-    assert (code, err.splitlines()[-1]) == (124, "error: job long has not ended after 1 s; it goes on")
+    assert (code, err.splitlines()[-1]) == (124, "error: job long has not ended within 1 s; it goes on")
     assert answer(capsys, "list", "--backend=local", "--status=Running")[0]["name"] == "long"
     assert answer(capsys, "cancel", "long", "--backend=local")["state"] == "Cancelled"
 
@@ -274,7 +278,10 @@ def test_an_interrupt_while_waiting_leaves_the_job_alone(capsys, monkeypatch):
 
     monkeypatch.setattr(LocalBackend, "wait", interrupted)
     code, _, err = burnish(capsys, "submit", "--name=long", *QUICK, "--command=sleep 60", "--await-job-completion")
-    assert (code, err) == (130, "no longer waiting; the job goes on: burnish job cancel long ends it\ninterrupted\n")
+    assert (code, err) == (
+        130,
+        "no longer waiting; the job goes on: burnish job cancel long --backend=local ends it\ninterrupted\n",
+    )
     assert not LocalBackend().status("long").state.is_final
 
 

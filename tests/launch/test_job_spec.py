@@ -59,13 +59,14 @@ def test_the_longest_names_fit_a_label():
         ({"command": " "}, "--command is required"),
         ({"command": "a\0b"}, "--command holds a NUL"),
         ({"compute_type": "v6e-7"}, "--compute-type=v6e-7"),
-        ({"num_slices": 0}, "--num-slices=0: expected at least 1"),
+        ({"num_slices": 0}, "--num-slices=0: expected 1 to 2147483647"),
         ({"compute_type": "e2-standard-8", "num_slices": 2}, "--num-slices=2: a CPU job is one host"),
         ({"compute_type": "e2-standard-8", "pathways": PATHWAYS}, "--pathways: --compute-type=e2-standard-8 has no"),
-        ({"restarts": -1}, "--restarts=-1: expected at least 0"),
+        ({"restarts": -1}, "--restarts=-1: expected 0 to 2147483647"),
         ({"restart_on_exit_codes": (0,)}, "--restart-on-exit-codes=0"),
         ({"restart_on_exit_codes": (75,), "restarts": 0}, "--restart-on-exit-codes: --restarts=0 restarts nothing"),
         ({"timeout_seconds": 0}, "--timeout=0"),
+        ({"ttl_seconds": 2**31}, "--gke-ttl-after-finished=2147483648: expected 0 to 2147483647"),
         ({"env": {"1A": "x"}}, "--env: '1A' is no name of a variable"),
         ({"env": {"JOB_COMPLETION_INDEX": "x"}}, "--env: JOB_COMPLETION_INDEX is set by the launcher"),
         ({"env": {"A": "x"}, "secret_env": {"A": "y"}}, "--env=A is a secret variable, too"),
@@ -151,7 +152,7 @@ def test_durations_add_up(days, hours, minutes, seconds):
     assert parse_duration(str(total), "--x") == total
 
 
-@pytest.mark.parametrize("text", ["", "x", "1", "1.5h", "-1s", "1s1h", "h", "1 h", "1w"])
+@pytest.mark.parametrize("text", ["", "x", "1", "1.5h", "-1s", "1s1h", "h", "1 h", "1w", "９s", "9" * 5000])
 def test_what_is_no_duration_is_refused(text):
     if text == "1":
         assert parse_duration(text, "--timeout") == 1

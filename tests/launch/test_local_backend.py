@@ -1,5 +1,6 @@
 """Jobs as real processes: what they get, how they end, and what is left of them."""
 
+import errno
 import json
 import os
 import signal
@@ -470,10 +471,90 @@ def test_what_a_power_cut_leaves_of_the_events_is_shown(backend):
     with (directory().path / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-')
     assert [event["text"] for event in backend.describe("job")["events"]] == ["running: 1 process", "succeeded"]
-    (directory().path / "status.json").write_text("")
-    with pytest.raises(LaunchError, match=r"status\.json: damaged"):
-        backend.list()
-    directory().remove()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("status.json", ""),
+        ("status.json", "[]"),
+        ("status.json", "{}"),
+        ("status.json", '{"state": "Odd", "completed": null}'),
+        ("status.json", None),
+        ("plan.json", "[]"),
+        ("plan.json", None),
+        ("lock", None),
+        ("hosts/main-job-0-0", "-1\n"),
+    ],
+)
+def test_a_damaged_job_is_shown_stands_in_nobodys_way_and_can_be_cancelled(backend, file, content):
+    backend.submit(job("true"))
+    assert backend.wait("job", timeout=20) == 0
+    until(lambda: not directory().is_supervised())
+    path = directory().path / file
+    path.unlink() if content is None else path.write_text(content)
+    backend.submit(job("true", name="other"))
+    assert backend.wait("other", timeout=20) == 0
+    shown = {status.name: status for status in backend.list()}
+    assert shown["other"].state is JobState.SUCCEEDED
+    if file == "status.json":
+        assert shown["job"].state is JobState.FAILED
+        assert "status.json: damaged; burnish job cancel job --backend=local" in shown["job"].reason
+        with pytest.raises(LaunchError, match=r"status\.json: damaged"):
+            backend.describe("job")
+    backend.cancel("job")
+    assert [status.name for status in backend.list()] == ["other"]
+
+
+def test_cancelling_a_job_whose_status_was_damaged_ends_its_processes(backend):
+    backend.submit(job(ENDLESS))
+    until(lambda: directory().running_groups())
+    groups = list(directory().running_groups().values())
+    (directory().path / "status.json").write_text("{")
+    backend.cancel("job")
+    assert not any(group.runs for group in groups)
+
+
+def test_a_lost_job_on_a_full_disk_is_shown_and_cancelled(backend, monkeypatch):
+    backend.submit(job(ENDLESS))
+    until(lambda: directory().running_groups())
+    os.kill(supervisor(), signal.SIGKILL)
+    until(lambda: not directory().is_supervised())
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as broken:
+        broken.setattr("burnish.launch.local.state.write_whole", full)
+        assert [status.state for status in backend.list()] == [JobState.FAILED]
+        broken.setattr(JobDirectory, "remove", lambda job: full(job.path, ""))
+        with pytest.raises(LaunchError, match="burnish/jobs/job: No space left on device"):
+            backend.cancel("job")
+    backend.cancel("job")
+    assert backend.list() == []
+
+
+def test_a_job_that_fails_while_it_is_cancelled_is_not_started_again(backend):
+    command = f"if [ $JOB_COMPLETION_INDEX = 0 ]; then sleep 0.2; exit 3; fi; trap 'echo end' TERM; {ENDLESS}"
+    backend.submit(two_hosts(command, restarts=5, grace_seconds=2))
+    until(lambda: "end" in output(backend))
+    assert backend.cancel("job").state is JobState.CANCELLED
+    assert backend.status("job").restarts == 0
+
+
+def test_more_processes_than_a_machine_should_run_are_refused(backend):
+    with pytest.raises(LaunchError, match=r"--num-slices=65 of 8 hosts .* are 520 processes; .* 512 at most"):
+        backend.plan(job("true", compute_type="v6e-32", num_slices=65))
+
+
+def test_a_job_is_not_submitted_from_a_directory_that_was_deleted(backend, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with monkeypatch.context() as there:
+        there.chdir(gone)
+        gone.rmdir()
+        with pytest.raises(LaunchError, match="the current directory has been deleted"):
+            backend.submit(job("true"))
 
 
 def test_a_place_that_cannot_be_written_to_is_named(backend, monkeypatch):

@@ -85,6 +85,8 @@ def test_a_cpu_machine_is_one_host_without_chips():
         ("ct6e-standard-4t", None, "--topology is required"),
         ("ct6e-standard-4t", "3x3", "not a shape of v6e"),
         ("ct6e-standard-4t", "4x", "expected lengths such as 4x8"),
+        ("ct6e-standard-4t", "9" * 5000 + "x8", "expected lengths such as 4x8"),
+        ("v6e-" + "9" * 5000, None, "not a machine type that is known"),
         ("ct6e-standard-4t", "0x4", "expected lengths such as 4x8"),
         ("ct6e-standard-4t", "2x2x1", "not a shape of v6e"),
         ("ct6e-standard-8t", "4x8", "give --compute-type=ct6e-standard-4t"),

@@ -193,7 +193,7 @@ COMMANDS = (
     Command(
         "job logs",
         "Show what a job has printed.",
-        "Lines begin with their host where several are shown.",
+        "Lines begin with their host, but with main_only, which shows one host.",
         ("burnish job logs train", "burnish job logs train --main-only -f"),
         "burnish.launch.commands:logs",
         positional=("name",),

@@ -149,7 +149,9 @@ class JobPathwaysOptions(Options):
 
     pathways: bool = option(False, "One controller for all hosts: the command runs once, on a CPU node")
     pathways_gcs_location: str | None = option(
-        None, "Directory of a bucket for Pathways' own files, such as gs://bucket/pathways/; required with pathways"
+        None,
+        "Directory of a bucket for Pathways' own files, such as gs://bucket/pathways/",
+        default_words="none; required with pathways",
     )
     pathways_proxy_args: TextList = option((), "Argument added to the proxy's", default_words="none", repeatable=True)
     pathways_server_args: TextList = option(

@@ -81,7 +81,8 @@ def _assignments(
         elif unnamed:
             pending.append((unnamed.pop(0), token))
         elif positional:
-            raise ConfigError(f"{token}: only {' and '.join(positional)} are given without a name")
+            verb = "is" if len(positional) == 1 else "are"
+            raise ConfigError(f"{token}: only {' and '.join(positional)} {verb} given without a name")
         else:
             yield from _flat(_read_recipe(token, infos), "")
     yield from pending

@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from burnish.config.jobs import JobPlaceOptions
 from burnish.config.schema import (
     JobConfigListConfig,
@@ -24,9 +22,12 @@ from burnish.config.schema import (
     JobNameConfig,
     JobSubmitConfig,
 )
+from burnish.launch.answers import json_text, yaml_text
 from burnish.launch.backend import Backend, open_backend
 from burnish.launch.errors import LaunchError
 from burnish.launch.job import (
+    ENV_NAME,
+    HF_TOKEN,
     Event,
     JobSpec,
     JobStatus,
@@ -35,14 +36,15 @@ from burnish.launch.job import (
     parse_duration,
     parse_mount,
 )
-from burnish.launch.settings import load_settings, save_setting
+from burnish.launch.settings import KEYS, load_settings, save_setting
 from burnish.observe.files import write_whole
 from burnish.text import decode
 
 
 def config_set(cfg: JobConfigSetConfig) -> None:
     settings = save_setting(cfg.key, cfg.value)
-    _print(asdict(settings) if cfg.output == "json" else f"{cfg.key} {cfg.value}")
+    words = f"{cfg.key} {cfg.value}" if cfg.value else f"{cfg.key} is not set any more"
+    _print(asdict(settings) if cfg.output == "json" else words)
 
 
 def config_list(cfg: JobConfigListConfig) -> None:
@@ -65,7 +67,7 @@ def submit(cfg: JobSubmitConfig) -> None:
     try:
         code = backend.wait(spec.name, timeout=timeout, on_event=_show_event)
     except KeyboardInterrupt:
-        print(f"no longer waiting; the job goes on: burnish job cancel {spec.name} ends it", file=sys.stderr)
+        print(f"no longer waiting; the job goes on: {_command_line('cancel', cfg)} ends it", file=sys.stderr)
         raise
     status = backend.status(spec.name)
     if cfg.output == "json":
@@ -74,7 +76,7 @@ def submit(cfg: JobSubmitConfig) -> None:
         _print(f"job {status.name} has succeeded")
     if code:
         reason = f": {status.reason}" if status.reason else ""
-        words = f"job {status.name} is {status.state}{reason}; burnish job logs {status.name} shows its output"
+        words = f"job {status.name} is {status.state}{reason}; {_command_line('logs', cfg)} shows its output"
         raise LaunchError(words, exit_code=code)
 
 
@@ -95,9 +97,7 @@ def list_jobs(cfg: JobListConfig) -> None:
 
 
 def logs(cfg: JobLogsConfig) -> None:
-    hosts: set[str] = set()
     for line in _backend(cfg).logs(cfg.name, follow=cfg.follow, main_only=cfg.main_only):
-        hosts.add(line.host)
         if cfg.output == "json":
             print(json.dumps(asdict(line), ensure_ascii=False), flush=cfg.follow)
         else:
@@ -181,7 +181,7 @@ def _secrets(cfg: JobSubmitConfig, environment: Mapping[str, str]) -> dict[str, 
     if cfg.env_file is not None:
         secrets |= read_env_file(cfg.env_file)
     for name in cfg.secret_env:
-        if "=" in name:
+        if "=" in name or HF_TOKEN.search(name):
             raise LaunchError("--secret-env takes the name of a variable of your environment, not its value")
         if name not in environment:
             raise LaunchError(f"--secret-env={name}: there is no such variable in your environment")
@@ -203,10 +203,15 @@ def read_env_file(path: str) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         name, value = parse_assignment(line, f"--env-file={path}: line {number}")
-        value = value.strip()
+        name, value = name.rstrip(), value.strip()
+        if not ENV_NAME.fullmatch(name):  # it may be a part of a secret of several lines
+            raise LaunchError(
+                f"--env-file={path}: line {number}: expected NAME=VALUE in one line, the name of letters, digits and "
+                "_, no digit first"
+            )
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        variables[name.rstrip()] = value
+        variables[name] = value
     return variables
 
 
@@ -230,11 +235,14 @@ def _backend(cfg: JobPlaceOptions) -> Backend:
     )
 
 
+def _command_line(verb: str, cfg: JobSubmitConfig) -> str:
+    """What another command on the same job is typed as: where the job is, is said as it was said here."""
+    place = [f"--{key}={getattr(cfg, key)}" for key in KEYS if getattr(cfg, key) is not None]
+    return " ".join(["burnish job", verb, cfg.name, *place])
+
+
 def _show_plan(documents: list[dict[str, Any]], cfg: JobSubmitConfig) -> None:
-    if cfg.output == "json":
-        text = json.dumps(documents, indent=2, ensure_ascii=False) + "\n"
-    else:
-        text = yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True)
+    text = f"{json_text(documents)}\n" if cfg.output == "json" else yaml_text(*documents)
     if cfg.dry_run_out is None:
         sys.stdout.write(text)
         return
@@ -263,12 +271,12 @@ def _print_values(values: dict[str, Any], cfg: JobNameConfig) -> None:
     if cfg.output == "json":
         _print(values)
     else:
-        print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+        print(yaml_text(values), end="")
 
 
 def _print(answer: Any) -> None:
     """A text as it is, anything else as JSON."""
-    print(answer if isinstance(answer, str) else json.dumps(answer, indent=2, ensure_ascii=False))
+    print(answer if isinstance(answer, str) else json_text(answer))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

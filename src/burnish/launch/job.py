@@ -23,12 +23,12 @@ JOB_PATHWAYS_HEAD = "pathways-head"  # the one that runs it with Pathways
 
 _RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_ENV_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+ENV_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?|")
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
-_HF_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_DURATION = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s?)?")
+HF_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+_QUANTITY = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 
 # What the launcher itself says to a process; a job that set these would not know where it is.
 RESERVED_ENV = frozenset(
@@ -205,7 +205,7 @@ class JobSpec:
                         f"{flag} holds the value of {name}, which would be seen by all who can list the job; the job "
                         f"finds it in its environment: write ${name}, in single quotes, or leave it out"
                     )
-            if _HF_TOKEN.search(text):
+            if HF_TOKEN.search(text):
                 raise LaunchError(
                     f"{flag} holds a Hugging Face token, which would be seen by all who can list the job; set HF_TOKEN "
                     "where you submit the job: the job then has it in its environment"
@@ -226,7 +226,7 @@ class JobSpec:
             ("--timeout", self.timeout_seconds, 1),
         ):
             if value is not None and not least <= value < 2**31:
-                raise LaunchError(f"{flag}={value}: expected at least {least}")
+                raise LaunchError(f"{flag}={value}: expected {least} to {2**31 - 1}")
         for code in self.restart_on_exit_codes:
             if not 1 <= code <= 255:
                 raise LaunchError(f"--restart-on-exit-codes={code}: expected exit codes from 1 to 255")
@@ -339,7 +339,7 @@ def _plain(value: Any) -> Any:
 
 def _check_env(mapping: Mapping[str, str], flag: str) -> None:
     for name, value in mapping.items():
-        if not _ENV_NAME.fullmatch(name):
+        if not ENV_NAME.fullmatch(name):
             raise LaunchError(f"{flag}: {name!r} is no name of a variable: letters, digits and _, no digit first")
         if name in RESERVED_ENV:
             raise LaunchError(f"{flag}: {name} is set by the launcher; give the variable another name")

@@ -72,7 +72,7 @@ GENERATIONS = (
 )
 
 _TPU_MACHINE = re.compile(r"(ct\w+|tpu\w+)-\w+-(\d+)t")
-_SHORTHAND = re.compile(r"(v\d+\w*|tpu7x)-(\d+)")
+_SHORTHAND = re.compile(r"(v\d+\w*|tpu7x)-([0-9]{1,6})")
 _CPU_MACHINE = re.compile(r"(e2|[ncmt]\d[a-z]?)-[a-z]+(-\w+)*")
 
 
@@ -133,7 +133,7 @@ def resolve(compute_type: str, topology: str | None) -> Slice:
 
 def parse_shape(topology: str) -> tuple[int, ...]:
     """The lengths in a topology such as 4x8 or 2x2x4. Raises LaunchError where it is none."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology):
         raise LaunchError(f"--topology={topology}: expected lengths such as 4x8 or 2x2x4")
     return tuple(map(int, topology.split("x")))
 

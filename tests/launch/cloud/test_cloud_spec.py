@@ -44,6 +44,7 @@ def test_names_of_clusters(name):
         ({"authorized_cidr": ("10.0.0.0/8",) * 101}, "GKE takes at most 100"),
         ({"system_machine_type": "big"}, "--system-machine-type=big: expected a CPU machine type"),
         ({"head_machine_type": "ct6e-standard-4t"}, "--head-machine-type=ct6e-standard-4t"),
+        ({"head_machine_type": f"n2-standard-{'9' * 5000}"}, "expected a CPU machine type"),
         ({"head_max_nodes": 0}, "--head-max-nodes=0"),
         ({"bucket": "My_Bucket"}, "--bucket=My_Bucket: expected the name of a bucket"),
         ({"bucket": "ab"}, "--bucket=ab"),

@@ -1,8 +1,10 @@
 """Which API server is asked, with which credentials, and what is said where something of it is missing."""
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,29 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(LaunchError, match=r"kubernetes.* is not installed; pip install 'burnish\[gke\]'"):
         GkeBackend(Settings()).list()
+
+
+class _LoginPage(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>Log in</html>")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_login_page_in_place_of_the_server_is_said(monkeypatch, tmp_path: Path) -> None:
+    page = HTTPServer(("127.0.0.1", 0), _LoginPage)
+    thread = threading.Thread(target=page.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv(
+            "KUBECONFIG", str(kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{page.server_port}"))
+        )
+        with pytest.raises(LaunchError, match=r"list jobsets: http.* answers as no API server does"):
+            GkeBackend(Settings()).list()
+    finally:
+        page.shutdown()
+        page.server_close()
+        thread.join()

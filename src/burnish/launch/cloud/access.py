@@ -66,7 +66,9 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise LaunchError(f"{error.name} is not installed; pip install 'burnish[gke]'") from None
+        # "google" alone would say little: many packages lie below it.
+        missing = module if f"{module}.".startswith(f"{error.name}.") else error.name
+        raise LaunchError(f"{missing} is not installed; pip install 'burnish[gke]'") from None
 
 
 def credentials() -> Any:

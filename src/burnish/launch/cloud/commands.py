@@ -3,7 +3,6 @@
 Answers go to standard output as text or JSON; the plan, the question and the progress go to standard error.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from burnish.config.cloud import CapacityOptions, ClusterPlaceOptions, VmNameOptions
 from burnish.config.schema import (
@@ -23,6 +20,7 @@ from burnish.config.schema import (
     VmDeleteConfig,
     VmSshConfig,
 )
+from burnish.launch.answers import json_text, yaml_text
 from burnish.launch.cloud import cluster, parts, vm
 from burnish.launch.cloud.access import cluster_access, vm_access
 from burnish.launch.cloud.cluster import Part, State
@@ -51,10 +49,10 @@ def cluster_create(cfg: ClusterCreateConfig) -> None:
         planned = cluster.planned_parts(spec)
         requests = _cluster_requests(spec)
         if cfg.output == "json":
-            _print({"parts": list(map(asdict, planned)), "requests": requests})
+            print(json_text({"parts": list(map(asdict, planned)), "requests": requests}))
         else:
             print(_plan(head, planned, cost))
-            print(yaml.safe_dump(requests, sort_keys=False, allow_unicode=True), end="")
+            print(yaml_text(requests), end="")
         return
     access = cluster_access(spec.project)
     found = cluster.survey(spec, access)
@@ -65,7 +63,7 @@ def cluster_create(cfg: ClusterCreateConfig) -> None:
         with _interruptible("what was begun goes on in Google Cloud; the same command continues from it"):
             cluster.create(spec, access, manifests, _say)
     if cfg.output == "json":
-        _print(cluster.describe(access, spec.project, spec.location, spec.name))
+        print(json_text(cluster.describe(access, spec.project, spec.location, spec.name)))
     else:
         print(
             f"cluster {spec.name} is ready. To submit jobs to it:\n"
@@ -81,9 +79,9 @@ def cluster_describe(cfg: ClusterDescribeConfig) -> None:
     name, project, location = _cluster_place(cfg)
     values = cluster.describe(cluster_access(project), project, location, name)
     if cfg.output == "json":
-        _print(values)
+        print(json_text(values))
     else:
-        print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+        print(yaml_text(values), end="")
 
 
 def cluster_delete(cfg: ClusterDeleteConfig) -> None:
@@ -98,7 +96,7 @@ def cluster_delete(cfg: ClusterDeleteConfig) -> None:
         with _interruptible("a deletion that was begun goes on in Google Cloud; the same command continues from it"):
             cluster.delete(access, project, location, name, _say, bucket)
     if cfg.output == "json":
-        _print({"deleted": list(map(asdict, found))})
+        print(json_text({"deleted": list(map(asdict, found))}))
     else:
         print(f"cluster {name} and what belongs to it are deleted" if found else f"nothing is left of cluster {name}")
         if bucket is None:
@@ -117,10 +115,10 @@ def vm_create(cfg: VmCreateConfig) -> None:
         planned = [Part("machine", spec.name, what, State.MISSING)]
         request = vm.instance_request(spec)
         if cfg.output == "json":
-            _print({"parts": list(map(asdict, planned)), "requests": {"instance": request}})
+            print(json_text({"parts": list(map(asdict, planned)), "requests": {"instance": request}}))
         else:
             print(_plan(head, planned, cost))
-            print(yaml.safe_dump({"instance": request}, sort_keys=False, allow_unicode=True), end="")
+            print(yaml_text({"instance": request}), end="")
         return
     access = vm_access()
     found = vm.find(access, spec.project, spec.zone, spec.name)
@@ -135,7 +133,7 @@ def vm_create(cfg: VmCreateConfig) -> None:
     ):
         found = vm.create(spec, access, _say)
     if cfg.output == "json":
-        _print(_vm_values(found, spec.project, spec.zone))
+        print(json_text(_vm_values(found, spec.project, spec.zone)))
     else:
         print(
             f"machine {spec.name} runs. burnish vm ssh-command {spec.name} says how to get onto it.\n"
@@ -149,7 +147,7 @@ def vm_ssh_command(cfg: VmSshConfig) -> None:
     if found.status != "RUNNING":
         raise LaunchError(f"machine {name} is {found.status}; it can be reached once it is RUNNING")
     if cfg.output == "json":
-        _print(_vm_values(found, project, zone))
+        print(json_text(_vm_values(found, project, zone)))
         return
     print(vm.ssh_command(found, project, zone))
     print("# on the machine:")
@@ -174,7 +172,7 @@ def vm_delete(cfg: VmDeleteConfig) -> None:
         _confirm(cfg.yes, "delete this?")
         vm.delete(access, project, zone, name, _say)
     if cfg.output == "json":
-        _print({"deleted": [] if found is None else [name]})
+        print(json_text({"deleted": [] if found is None else [name]}))
     else:
         print(f"machine {name} is gone already" if found is None else f"machine {name} is deleted")
 
@@ -352,7 +350,3 @@ def _say(text: str) -> None:
 
 def _say_lines(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _print(values: Any) -> None:
-    print(json.dumps(values, indent=2, ensure_ascii=False))

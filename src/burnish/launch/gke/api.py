@@ -196,7 +196,13 @@ class Api:
 
     def _ask(self, what: str, function: Any, *args: Any, **kwargs: Any) -> Object:
         response = self._open(what, function, *args, _request_timeout=(_CONNECT_SECONDS, _READ_SECONDS), **kwargs)
-        answer: Object = json.loads(response.data)
+        try:
+            answer: Object = json.loads(response.data)
+        except ValueError:
+            why = (
+                f"{self._host} answers as no API server does; is that its address, and no proxy or login page between?"
+            )
+            raise UnreachableError(f"{what}: {why}", why) from None
         return answer
 
     def _open(
@@ -259,11 +265,15 @@ class Stream:
             self.close()
 
     def events(self) -> Iterator[Object]:
-        """The changes of a watch. Raises RefusedError where the server ends it with an error."""
+        """The changes of a watch. Raises RefusedError where the server ends it with an error, StreamBrokenError as
+        `lines` does and where a line is no change."""
         for line in self.lines():
             if not line.strip():
                 continue
-            event = json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                raise StreamBrokenError("a change was cut in the middle") from None
             if event["type"] == "ERROR":
                 status = event["object"].get("code", 500)
                 raise RefusedError(f"watch: {event['object'].get('message', 'ended by the server')}", status)

@@ -14,6 +14,7 @@ from functools import cached_property
 from queue import Empty, Queue
 from typing import Any
 
+from burnish.launch.backend import waited_too_long
 from burnish.launch.errors import LaunchError
 from burnish.launch.gke.api import Api, RefusedError
 from burnish.launch.gke.connect import connect
@@ -33,7 +34,6 @@ Object = dict[str, Any]
 Objects = list[Object]  # a name for it, since `list` is a method here
 
 _CANCELLED = 143  # exit code of a wait whose job was cancelled, as of SIGTERM
-_TIMED_OUT = 124
 _LOOK_AT_QUEUE_SECONDS = 5.0
 _SETTLE_SECONDS = 0.3  # changes that come together are told together
 
@@ -116,7 +116,8 @@ class GkeBackend:
     def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
         jobset = self._jobset(name)
         progress = Progress(jobset)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
         changes, stop = self._feeds(jobset)
         queue, next_look = jobset["metadata"].get("labels", {}).get(QUEUE_LABEL), 0.0
         try:
@@ -136,10 +137,8 @@ class GkeBackend:
                         on_event(Event(datetime.now(UTC), text))
                 if status.state.is_final:
                     return self._end(status)
-                if deadline is not None and time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"job {name} has not ended within {timeout:g} s; it goes on", exit_code=_TIMED_OUT
-                    )
+                if timeout is not None and time.monotonic() - started > timeout:
+                    raise waited_too_long(name, timeout)
         finally:
             stop()
 

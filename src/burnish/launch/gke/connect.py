@@ -55,6 +55,6 @@ def _kubeconfig() -> Any:
         raise LaunchError(
             "no cluster is set, and there is no kubeconfig to take one from "
             f"({' '.join(str(error).split()).rstrip('.')}); run `burnish job config set cluster NAME`, "
-            "and the same for project and location"
+            "and the same for project and location; jobs of this machine are meant with --backend=local"
         ) from None
     return configuration

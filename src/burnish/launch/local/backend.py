@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from burnish.launch.backend import waited_too_long
 from burnish.launch.errors import LaunchError
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.local.groups import end_groups
 from burnish.launch.local.plan import base_environment, make_plan
-from burnish.launch.local.state import JobDirectory, all_jobs, create, forget, open_job
+from burnish.launch.local.state import DamagedJobError, JobDirectory, all_jobs, create, forget, open_job
 
 POLL_SECONDS = 0.1
-WAITED_TOO_LONG = 124
 _SHOWN_LINES = 20
 
 
@@ -27,10 +27,10 @@ class LocalBackend:
     """The interface is backend.Backend."""
 
     def plan(self, spec: JobSpec) -> list[dict[str, Any]]:
-        return [make_plan(spec, os.getcwd())]
+        return [make_plan(spec, _directory())]
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        plan = make_plan(spec, os.getcwd())
+        plan = make_plan(spec, _directory())
         if shutil.which("bash") is None:
             raise LaunchError("--command is run by bash, which is not on PATH here")
         self.list()  # a name whose time has passed is free
@@ -55,6 +55,7 @@ class LocalBackend:
 
     def describe(self, name: str) -> dict[str, Any]:
         with _while_there(name) as job:
+            job.recorded_status()  # raises where it is damaged
             status, values = job.status(), job.read("status.json")
             groups, running = job.groups(), job.running_groups()
             hosts = [
@@ -93,8 +94,7 @@ class LocalBackend:
                 time.sleep(POLL_SECONDS)
 
     def wait(self, name: str, *, timeout: float | None = None, on_event: Callable[[Event], None] | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        seen = 0
+        started, seen = time.monotonic(), 0
         with _while_there(name) as job:
             while True:
                 status = job.status()
@@ -107,26 +107,27 @@ class LocalBackend:
                     return 0
                 if status.state.is_final:
                     return status.exit_code or 1
-                if deadline is not None and time.monotonic() > deadline:
-                    words = f"job {name} has not ended after {timeout:g} s; it goes on"
-                    raise LaunchError(words, exit_code=WAITED_TOO_LONG)
+                if timeout is not None and time.monotonic() - started > timeout:
+                    raise waited_too_long(name, timeout)
                 time.sleep(POLL_SECONDS)
 
     def cancel(self, name: str) -> JobStatus:
         with _while_there(name) as job:
-            status, grace = job.status(), job.read("plan.json")["grace_seconds"]
-            if status.state.is_final:
-                end_groups(job.running_groups().values(), grace)
-                forget(job, status)
-                return status
-            job.ask_to_cancel()
+            ended, grace = job.status().state.is_final, _grace_seconds(job)
+            if job.is_supervised():
+                job.ask_to_cancel()
             deadline = time.monotonic() + grace + 30
-            while not (status := job.status()).state.is_final:
+            while job.is_supervised():
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"job {name} does not end; what watches over it hangs: burnish job inspect {name} shows more"
+                        f"job {name} does not end; what watches over it hangs: burnish job inspect {name} "
+                        "--backend=local shows more"
                     )
                 time.sleep(POLL_SECONDS)
+            status = job.status()
+            if ended or status.state is not JobState.CANCELLED:
+                end_groups(job.running_groups().values(), grace)
+                forget(job, status)
             return status
 
     def inspect(self, name: str) -> dict[str, Any]:
@@ -179,14 +180,37 @@ class _LogFile:
 
 @contextlib.contextmanager
 def _while_there(name: str) -> Iterator[JobDirectory]:
-    """The job. One that is removed meanwhile is an error of the user's."""
+    """The job. One that is removed meanwhile, and a disk that is full or broken, are errors of the user's."""
     job = open_job(name)
     try:
         yield job
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not job.path.exists():
+            raise LaunchError(f"{name}: the job was removed meanwhile") from None
+        if not _is_under(job.path.parent, error.filename):
+            raise  # such as standard error, which events are told on
+        raise LaunchError(f"{os.fsdecode(error.filename)}: {error.strerror}") from None
+
+
+def _is_under(directory: Path, filename: Any) -> bool:
+    """Whether an OSError's `filename`, which may be none or a number, lies in the directory."""
+    return isinstance(filename, (str, bytes, os.PathLike)) and Path(os.fsdecode(filename)).is_relative_to(directory)
+
+
+def _directory() -> str:
+    """Where the job's processes run: where it is submitted from."""
+    try:
+        return os.getcwd()
     except FileNotFoundError:
-        if job.path.exists():
-            raise
-        raise LaunchError(f"{name}: the job was removed meanwhile") from None
+        raise LaunchError("the current directory has been deleted; go to another, the job runs where it is") from None
+
+
+def _grace_seconds(job: JobDirectory) -> float:
+    """The job's own; that of a job with a damaged plan is what jobs have that say nothing."""
+    try:
+        return job.read("plan.json")["grace_seconds"]
+    except (DamagedJobError, KeyError):
+        return JobSpec.grace_seconds
 
 
 def _start_supervisor(job: JobDirectory, lock: int, spec: JobSpec) -> None:

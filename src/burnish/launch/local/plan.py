@@ -14,6 +14,7 @@ from burnish.launch.job import VERBOSE_ENV, JobSpec, MountKind
 
 _CHIPS_FLAG = "--xla_force_host_platform_device_count"
 _LOOPBACK = "127.0.0.1"
+_MAX_PROCESSES = 512  # what is more is a slip of the keyboard, which would bring the machine to a stand
 
 # What a process has from the environment that the job was submitted in. A pod has nothing of it, so this is only what
 # programs of this machine need to be found and to find their files: the rest is given by --env, as on a cluster.
@@ -104,6 +105,12 @@ def _host(spec: JobSpec, *, hosts: int, num_slices: int, slice_id: int, host_id:
 
 
 def _check(spec: JobSpec) -> None:
+    processes = 1 if spec.pathways else spec.num_slices * spec.slice.hosts
+    if processes > _MAX_PROCESSES:
+        raise LaunchError(
+            f"--num-slices={spec.num_slices} of {spec.slice} are {processes} processes; the local backend starts "
+            f"{_MAX_PROCESSES} at most"
+        )
     if spec.pathways and spec.pathways.headless:
         raise LaunchError("--pathways-headless: on this machine there is no proxy to wait for clients; give --command")
     if _CHIPS_FLAG in spec.env.get("XLA_FLAGS", "") and spec.slice.is_tpu:

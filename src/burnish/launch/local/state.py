@@ -9,12 +9,14 @@
     cancel                 there when the job is to be ended
 
 A job whose status is not final and whose lock is free has lost its supervisor: it was killed, or the machine was.
+One whose files are missing or hold something else is damaged: it is shown as failed, and can only be cancelled.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -28,7 +30,11 @@ from burnish.launch.job import Event, JobState, JobStatus
 from burnish.launch.local.groups import Group
 from burnish.observe.files import write_whole
 
-LOST = "lost: what watched over it was killed, or the machine was restarted"
+LOST = "lost: what watched over it was killed, its disk was full, or the machine was restarted"
+
+
+class DamagedJobError(LaunchError):
+    """A job's file is not what was written there; the message says which."""
 
 
 def jobs_directory() -> Path:
@@ -58,12 +64,25 @@ class JobDirectory:
         return self.path / "supervisor.log"
 
     def read(self, name: str) -> dict[str, Any]:
-        """plan.json, spec.json or status.json. Raises FileNotFoundError where the job has gone."""
-        data = (self.path / name).read_bytes()
+        """plan.json, spec.json or status.json. Raises FileNotFoundError where the job has gone, DamagedJobError where
+        only the file has, or is no JSON object."""
         try:
-            return json.loads(data)
+            values = json.loads((self.path / name).read_bytes())
+        except FileNotFoundError:
+            if not self.path.exists():
+                raise
+            raise self._damaged(name) from None
         except ValueError:
-            raise LaunchError(f"{self.path / name}: damaged; delete {self.path}, the job is lost") from None
+            raise self._damaged(name) from None
+        if not isinstance(values, dict):
+            raise self._damaged(name)
+        return values
+
+    def _damaged(self, name: str) -> DamagedJobError:
+        return DamagedJobError(
+            f"{self.path / name}: damaged; burnish job cancel {self.name} --backend=local ends what still runs of the "
+            "job, and removes it"
+        )
 
     # The status.
 
@@ -81,32 +100,41 @@ class JobDirectory:
         write_whole(self.path / "status.json", json.dumps(values, indent=2) + "\n")
 
     def recorded_status(self) -> JobStatus:
-        """What status.json says."""
+        """What status.json says. Raises as `read` does."""
         values = self.read("status.json")
-        completed = values["completed"]
-        return JobStatus(
-            name=self.name,
-            state=JobState(values["state"]),
-            created=datetime.fromisoformat(values["created"]),
-            completed=completed and datetime.fromisoformat(completed),
-            restarts=values["restarts"],
-            exit_code=values["exit_code"],
-            reason=values["reason"],
-        )
+        try:
+            completed = values["completed"]
+            return JobStatus(
+                name=self.name,
+                state=JobState(values["state"]),
+                created=datetime.fromisoformat(values["created"]),
+                completed=completed and datetime.fromisoformat(completed),
+                restarts=values["restarts"],
+                exit_code=values["exit_code"],
+                reason=values["reason"],
+            )
+        except (KeyError, TypeError, ValueError):
+            raise self._damaged("status.json") from None
 
     def status(self) -> JobStatus:
-        """The state of the job now. One that has lost its supervisor has failed, and what it has left running is
-        named. Raises FileNotFoundError where the job has gone."""
+        """The state of the job now. One that is damaged or has lost its supervisor has failed, and what it has left
+        running is named. Raises FileNotFoundError where the job has gone."""
         # In this order: when no supervisor lives, nobody writes what is read after.
         supervised = self.is_supervised()
-        status = self.recorded_status()
+        try:
+            status = self.recorded_status()
+        except DamagedJobError as error:
+            # Nothing says when it was made: the directory changes when a job is made, ends or is damaged.
+            moment = datetime.fromtimestamp(self.path.stat().st_mtime, UTC)
+            return JobStatus(self.name, JobState.FAILED, created=moment, completed=moment, reason=str(error))
         if not status.state.is_final and not supervised:
             status = replace(status, state=JobState.FAILED, completed=now(), reason=LOST)
-            self.write_status(status, self.read("status.json")["exit_codes"])
+            with contextlib.suppress(OSError):  # a full disk: it is shown so all the same
+                self.write_status(status, self.read("status.json")["exit_codes"])
         if status.reason == LOST and (left := self.running_groups()):
             numbers = ", ".join(str(group.pid) for group in left.values())
-            noun = "process" if len(left) == 1 else "processes"
-            words = f"{LOST}; {noun} {numbers} still run: burnish job cancel {self.name} --backend=local ends them"
+            what = f"process {numbers} still runs" if len(left) == 1 else f"processes {numbers} still run"
+            words = f"{LOST}; {what}: burnish job cancel {self.name} --backend=local ends them"
             return replace(status, reason=words)
         return status
 
@@ -119,7 +147,12 @@ class JobDirectory:
         return fd
 
     def is_supervised(self) -> bool:
-        fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not self.path.exists():
+                raise
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -136,11 +169,11 @@ class JobDirectory:
         (self.path / "hosts" / host).write_text(f"{group.pid}\n{group.mark}\n", encoding="ascii")
 
     def groups(self) -> dict[str, Group]:
-        """The newest process of each host that was ever started."""
+        """The newest process of each host that was ever started. A file that holds no number says of none."""
         found = {}
-        for path in sorted((self.path / "hosts").iterdir()):
-            pid, _, mark = path.read_text(encoding="ascii").partition("\n")
-            if pid:
+        for path in sorted((self.path / "hosts").glob("*")):
+            pid, _, mark = path.read_text(encoding="ascii", errors="replace").partition("\n")
+            if re.fullmatch(r"[1-9][0-9]{0,9}", pid) and int(pid) > 1:
                 found[path.name] = Group(int(pid), mark.strip())
         return found
 
@@ -155,9 +188,14 @@ class JobDirectory:
             file.write(line)
 
     def events(self) -> list[Event]:
-        """Without a last line that was not written to its end."""
-        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        return [Event(datetime.fromisoformat(v["time"]), v["text"]) for v in map(json.loads, lines)]
+        """Without lines that were not written whole: at the end those of a power cut, elsewhere those of a full
+        disk."""
+        events = []
+        for line in (self.path / "events.jsonl").read_bytes().split(b"\n")[:-1]:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                values = json.loads(line)
+                events.append(Event(datetime.fromisoformat(values["time"]), values["text"]))
+        return events
 
     # The wish to end it.
 
@@ -212,7 +250,7 @@ def create(name: str, files: dict[str, Any], hosts: list[str]) -> tuple[JobDirec
 def open_job(name: str) -> JobDirectory:
     """Raises LaunchError where there is no such job."""
     job = JobDirectory(jobs_directory() / name)
-    if not name or name.startswith(".") or "/" in name or not (job.path / "status.json").exists():
+    if not name or name.startswith(".") or "/" in name or not job.path.is_dir():
         raise LaunchError(f"{name}: there is no such job on this machine; burnish job list --backend=local shows all")
     return job
 
@@ -220,26 +258,34 @@ def open_job(name: str) -> JobDirectory:
 def all_jobs() -> Iterator[JobDirectory]:
     """The jobs of this machine. Those that ended longer ago than they were to be kept are removed."""
     parent = jobs_directory()
-    for path in sorted(parent.iterdir()) if parent.exists() else ():
+    try:
+        paths = sorted(parent.iterdir()) if parent.exists() else []
+    except OSError as error:
+        raise LaunchError(f"{parent}: cannot be read: {error.strerror}") from None
+    for path in paths:
         job = JobDirectory(path)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if not path.name.startswith(".") and not _removed_when_expired(job):
+        with contextlib.suppress(FileNotFoundError):
+            if not path.name.startswith(".") and path.is_dir() and not _removed_when_expired(job):
                 yield job
 
 
 def _removed_when_expired(job: JobDirectory) -> bool:
     status = job.status()
-    kept = timedelta(seconds=job.read("plan.json")["ttl_seconds"])
+    try:
+        kept = timedelta(seconds=job.read("plan.json")["ttl_seconds"])
+    except (DamagedJobError, KeyError):
+        return False  # it is kept until it is cancelled
     if status.completed is None or now() < status.completed + kept or job.running_groups():
         return False
-    forget(job, status)
+    with contextlib.suppress(OSError):  # a disk that can only be read: the job is not shown, and removed later
+        forget(job, status)
     return True
 
 
 def forget(job: JobDirectory, status: JobStatus) -> None:
     """Removes the ended job that `status` is of, and not another one that has taken its name since."""
     with _names_are_mine(), contextlib.suppress(FileNotFoundError):
-        if job.recorded_status().created == status.created:
+        if job.status().created == status.created:
             job.remove()
 
 

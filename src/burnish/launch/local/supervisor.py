@@ -38,6 +38,9 @@ class Outcome:
     may_restart: bool = False
 
 
+_CANCELLED = Outcome(JobState.CANCELLED, 128 + signal.SIGTERM)
+
+
 class _CannotStartError(Exception):
     """A host's process was not started; the message says which and why."""
 
@@ -65,6 +68,8 @@ class Supervisor:
             self._job.add_event(f"without effect on this machine: {', '.join(self._plan['left_out'])}")
         while True:
             outcome = self._attempt()
+            if outcome.may_restart and self._job.is_cancelled:
+                outcome = _CANCELLED
             restarts = self._status.restarts
             if not outcome.may_restart or restarts >= self._plan["restarts"]:
                 break
@@ -135,7 +140,7 @@ class Supervisor:
             if self._job.is_cancelled:
                 self._job.add_event("cancelled: ending its processes")
                 self._end(running)
-                return Outcome(JobState.CANCELLED, 128 + signal.SIGTERM, "cancelled")
+                return _CANCELLED
             if self._stopped_by:
                 self._end(running)
                 words = f"what watches over it was stopped by {self._stopped_by}"
