@@ -19,8 +19,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/burnish demo
 
+# Files are shared out over processes, a file's tests stay together.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
