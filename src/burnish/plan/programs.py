@@ -49,7 +49,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     from jax.experimental.topologies import get_topology_desc
 
     try:
-        import libtpu  # type: ignore[import-not-found]  # noqa: F401
+        import libtpu  # noqa: F401
     except ImportError:
         raise PlanError(
             "planning for TPUs needs their compiler, which is not installed (and needs no TPU): "
