@@ -20,6 +20,9 @@ from etils import epath
 from burnish.checkpoints.errors import CheckpointError
 from burnish.observe.files import is_local
 
+_DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""What a disk says that is full, damaged or not to be written to."""
+
 
 def check_destination(out: epath.PathLike) -> None:
     """Raises CheckpointError unless `out` (absolute, or of an object store) is absent or an empty directory, and can be
@@ -64,8 +67,13 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
         _sync_tree(partial)
         os.rename(partial, out)  # an empty directory may be in its place
         _sync(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _DISK_FAILS:
+            raise CheckpointError(
+                f"{out} could not be written: {error.strerror}; nothing is left of it. Free some space, or choose a "
+                "directory on another disk"
+            ) from error
         raise
     finally:
         os.close(lock)
