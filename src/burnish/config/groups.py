@@ -31,6 +31,14 @@ DirectoryName = Annotated[
     ),
 ]
 
+RepositoryName = Annotated[
+    str,
+    Allowed(
+        "owner/name, each of letters, digits, '.', '_' and '-'",
+        lambda text: re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", text, re.ASCII) is not None,
+    ),
+]
+
 
 class HubOptions(Options):
     section: ClassVar[str] = "Model"
