@@ -33,7 +33,7 @@ def check_destination(out: epath.PathLike) -> None:
         if used:
             raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
         return
-    out = Path(out)
+    out = _place(Path(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
     there = next(parent for parent in out.parents if os.path.lexists(parent))
@@ -43,6 +43,11 @@ def check_destination(out: epath.PathLike) -> None:
         raise CheckpointError(f"{out} cannot be made: {there} is not writable; give another output directory")
 
 
+def _place(out: Path) -> Path:
+    """Where a directory that `out` links to is, or will be: it is written on its own disk, and the link stays."""
+    return Path(os.path.realpath(out)) if out.is_symlink() else out
+
+
 @contextmanager
 def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     """A directory to fill that becomes `out` when the block ends well, synced to the disk; nothing is left
@@ -50,6 +55,7 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     when another process is writing it, or when the disk has less than `needed_bytes`.
     """
     check_destination(out)
+    out = _place(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
