@@ -79,7 +79,14 @@ class Handler(BaseHTTPRequestHandler):
                     {"id": match[1], "sha": COMMIT, "siblings": [{"rfilename": f} for f in files], "tags": []}
                 )
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
-            if self.allowed(match[1]):
+            if any(f"{made['organization']}/{made['name']}" == match[1] for made in self.hub.created):
+                self.reply_json(
+                    [
+                        {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                        for name, data in sorted(self.hub.uploaded.items())
+                    ]
+                )
+            elif self.allowed(match[1]):
                 root = self.hub.repositories[match[1]]
                 self.reply_json(
                     [
@@ -162,6 +169,8 @@ class Handler(BaseHTTPRequestHandler):
                     hub.uploaded[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
                 elif entry["key"] == "lfsFile":
                     hub.uploaded[entry["value"]["path"]] = hub.objects[entry["value"]["oid"]]
+                elif entry["key"] == "deletedFile":
+                    del hub.uploaded[entry["value"]["path"]]
             repository = self.path.removeprefix("/api/models/").partition("/commit/")[0]
             self.reply_json({"commitUrl": f"{hub.endpoint}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
         elif self.path == "/api/validate-yaml":

@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from burnish.checkpoints import convert as convert_module
-from burnish.checkpoints import hf_rows, maxtext, staging
+from burnish.checkpoints import convert_commands, hf_rows, maxtext, staging
 from burnish.checkpoints.compare_command import CheckpointsDifferError, compare
 from burnish.checkpoints.convert_commands import convert, to_maxtext
 from burnish.checkpoints.errors import CheckpointError
@@ -141,6 +141,13 @@ def test_needs_are_said_first_and_speed_last(source, tmp_path):
     assert any("GB/s" in line for line in lines[2:])
 
 
+def test_a_log_has_lines_instead_of_a_bar(source, tmp_path, monkeypatch):
+    assert "\n\n" not in run(source, tmp_path / "out", "hf")
+    monkeypatch.setattr(convert_commands, "SAID_EVERY", 0.0)
+    lines = [line for line in run(source, tmp_path / "again", "hf").splitlines() if line.startswith("Converting: ")]
+    assert len(lines) == len(random_tensors(BASE))
+
+
 # ---- what is wrong with a source ----
 
 
@@ -194,6 +201,21 @@ def damage_hf(directory, how):
         index = json.loads(file.read_text())
         index["weight_map"]["model.norm.weight"] = shards[0].name
         file.write_text(json.dumps(index))
+    elif how == "overlap":
+        raw = shards[0].read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        first, second = sorted((v for k, v in header.items() if k != "__metadata__"), key=lambda v: v["data_offsets"])[
+            :2
+        ]
+        second["data_offsets"] = first["data_offsets"]
+        changed = json.dumps(header).encode()
+        shards[0].write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + length :])
+    elif how == "bytes left over":
+        shards[2].write_bytes(shards[2].read_bytes() + b"more")
+    elif how == "directory":
+        shards[1].unlink()
+        shards[1].mkdir()
     elif how == "pickle":
         for file in directory.glob("model*"):
             file.unlink()
@@ -206,6 +228,9 @@ def damage_hf(directory, how):
         ("truncated", "is truncated"),
         ("missing", "shards are missing"),
         ("index", "lists tensors that are not in the shard"),
+        ("overlap", r"model-00001-of-00003.safetensors: .*offset"),
+        ("bytes left over", "not fully covered"),
+        ("directory", "model-00002-of-00003.safetensors cannot be read: Is a directory"),
         ("pickle", "read from safetensors only"),
     ],
 )
@@ -310,8 +335,7 @@ def test_a_disk_that_fills_on_the_way_leaves_nothing(to, phase, source, tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, name, fail)
-    with pytest.raises(OSError, match="No space left"):
-        run(source, tmp_path / "out", to)
+    assert "Free some space" in refused("No space left", source, tmp_path / "out", to)
     assert left_beside(tmp_path) == []
     monkeypatch.setattr(module, name, real)
     run(source, tmp_path / "out", to)
@@ -324,6 +348,42 @@ def test_a_shard_that_cannot_be_reserved_is_refused(source, tmp_path, monkeypatc
     monkeypatch.setattr(hf_rows.os, "posix_fallocate", full)
     refused("cannot be reserved", source, tmp_path / "out", "hf")
     assert left_beside(tmp_path) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda s: s.name)
+def test_a_process_that_is_told_to_end_leaves_nothing(signum, source, tmp_path):
+    script = f"""
+        import time
+        from burnish.checkpoints import transfer
+        from burnish.cli.main import main
+        whole = transfer.is_finite
+        def wait(rows):
+            print("converting", flush=True)
+            time.sleep(0.5)
+            return whole(rows)
+        transfer.is_finite = wait
+        main(["to-maxtext", "--hf_model_path={source}", "base_output_directory={tmp_path / "out"}"])
+    """
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while "converting" not in process.stdout.readline():
+            assert process.poll() is None
+        assert any("partial" in name for name in left_beside(tmp_path))
+        process.send_signal(signum)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signum
+    assert left_beside(tmp_path) == ["scratch"]
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -468,6 +528,14 @@ def test_compare_names_what_differs_and_by_how_much(source, tmp_path):
     run(other, tmp_path / "mt", "maxtext")
     assert "up_proj.weight: 4 of 1,536 values" in differences(source, tmp_path / "mt")
     assert "up_proj.weight: 4 of 1,536 values" in differences(tmp_path / "mt", source)
+
+
+def test_compare_says_once_that_all_types_differ(source, tmp_path):
+    run(source, tmp_path / "half", "hf", weight_dtype="bfloat16")
+    lines = differences(source, tmp_path / "half").splitlines()
+    assert [line for line in lines if "F32 and BF16" in line] == [
+        "  F32 and BF16: " + ", ".join(sorted(random_tensors(BASE))[:5]) + " and 16 more"
+    ]
 
 
 def test_compare_names_tensors_that_only_one_has(source, tmp_path):

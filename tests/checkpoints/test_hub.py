@@ -16,6 +16,7 @@ from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params
 from burnish.checkpoints.hub import HUB_IDS
 from burnish.checkpoints.store import TrainingStore
+from burnish.config.schema import ExportConfig
 from burnish.models.families import PRESETS
 
 TOKEN = "hf_a_token_that_must_stay_secret"
@@ -117,8 +118,10 @@ def test_an_export_is_uploaded_with_a_card_that_says_what_was_trained(hub, tmp_p
         "--push-to-hub",
         "owner/trained",
     )
+    hub.uploaded["model-00001-of-00002.safetensors"] = b"of an earlier export"
     status, text = burnish(hub, tmp_path, *args)
     assert status == 0, text
+    assert "model-00001-of-00002.safetensors" not in hub.uploaded
     assert hub.created[0]["name"] == "trained"
     assert "private" in json.dumps(hub.created[0])
     for file in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors"):
@@ -137,6 +140,12 @@ def test_an_export_is_uploaded_with_a_card_that_says_what_was_trained(hub, tmp_p
     assert "is exported, but was not uploaded" in text
     assert "HF_TOKEN" in text
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("repository", ["name", "owner/", "a/b/c", "owner/na me"])
+def test_a_repository_without_owner_is_refused_before_anything_is_exported(repository):
+    with pytest.raises(ValueError, match="push_to_hub"):
+        ExportConfig(load_parameters_path="builtin", base_output_directory="out", push_to_hub=repository)
 
 
 def test_every_preset_has_a_repository():

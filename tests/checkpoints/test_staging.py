@@ -74,6 +74,22 @@ def test_two_conversions_to_one_place_at_once(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_an_empty_or_absent_directory_stays_a_link(there, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if there:
+        (disk / "real").mkdir()
+    (tmp_path / "out").symlink_to(disk / "real")
+    with staged(tmp_path / "out", 1) as partial:
+        assert partial.parent == disk
+        (partial / "file").write_text("written")
+    assert (tmp_path / "out").is_symlink()
+    assert (disk / "real" / "file").read_text() == "written"
+    with pytest.raises(CheckpointError, match="not empty"), staged(tmp_path / "out", 1):
+        pass
+
+
 def to_hf(out):
     return convert(ConvertConfig(source="owner/name", destination=out, to="hf"), Console(quiet=True))
 

@@ -112,6 +112,12 @@ def test_another_models_config_is_refused_with_the_fields_that_differ():
         assert part in str(error.value)
 
 
+def test_layers_that_differ_from_the_preset_are_told_by_field():
+    config = preset_config("gemma3-1b") | {"sliding_window": 256}
+    with pytest.raises(ModelError, match=r"layer_types: kinds of layers differ in sliding_window\. Leave"):
+        resolve_config("gemma3-1b", config, "here")
+
+
 def test_the_shortest_pattern_is_found_whether_or_not_it_divides_the_depth():
     a, b = LayerKind(window=4), LayerKind()
     assert shortest_pattern([a, a, a]) == (a,)

@@ -1,8 +1,8 @@
 """`burnish compare`: where two checkpoints differ, tensor by tensor, whatever kinds they are.
 
-Both are read as Hugging Face tensors; the second one is looked up by rows, so it is converted to a
-temporary Hugging Face directory first unless it is one. Types, shapes, config and values are compared; of
-values it is said how many differ and by how much.
+Both are read as Hugging Face tensors; one of them is looked up by rows, so the second one is converted to a
+temporary Hugging Face directory first unless one of the two is such a directory. Types, shapes, config and values
+are compared; of values it is said how many differ and by how much.
 """
 
 import tempfile
@@ -97,8 +97,10 @@ def compare(config: CompareConfig, console: Console | None = None) -> None:
             say(f"{KIND_WORDS[opened.kind]} {opened.path}")
         found = _headers(first, second)
         common = [n for n, t in first.source.tensors.items() if _shape(second, n) == t.shape]
-        sink = CompareSink(stack.enter_context(_rows(second)), frozenset(common))
-        transfer(first.source, sink, lambda _: None)
+        # Rows in any order are there without a copy only in a Hugging Face directory.
+        streamed, looked_up = (second, first) if isinstance(first.source, HfSource) else (first, second)
+        sink = CompareSink(stack.enter_context(_rows(looked_up)), frozenset(common))
+        transfer(streamed.source, sink, lambda _: None)
     differing = {n: d for n, d in sink.differences.items() if d.differing}
     found += [f"{name}: {differing[name].words()}" for name in common if name in differing]
     for line in found[:SHOWN]:
@@ -116,12 +118,14 @@ def _headers(first: OpenSource, second: OpenSource) -> list[str]:
     for a, b, who in ((first, second, "first"), (second, first, "second")):
         if only := [n for n in a.source.tensors if n not in b.source.tensors]:
             found.append(f"only the {who} has {few(only)}")
+    dtypes: dict[tuple[str, str], list[str]] = {}
     for name, tensor in first.source.tensors.items():
         other = second.source.tensors.get(name)
         if other is not None and other.shape != tensor.shape:
             found.append(f"{name}: shape {tensor.shape} and {other.shape}")
         elif other is not None and other.dtype != tensor.dtype:
-            found.append(f"{name}: {tensor.dtype} and {other.dtype}")
+            dtypes.setdefault((tensor.dtype, other.dtype), []).append(name)
+    found += [f"{a} and {b}: {few(names)}" for (a, b), names in dtypes.items()]
     fields = sorted(set(first.config) | set(second.config))
     if differ := [f for f in fields if first.config.get(f) != second.config.get(f)]:
         found.append(f"config.json: {few(differ)}")

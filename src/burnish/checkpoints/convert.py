@@ -28,7 +28,7 @@ from burnish.checkpoints.hf_export import (
     side_files,
     write_json,
 )
-from burnish.checkpoints.hf_import import BUILTIN, read_config, read_json, resolve
+from burnish.checkpoints.hf_import import BUILTIN, check_tensors, check_tied_head, read_config, read_json, resolve
 from burnish.checkpoints.hf_rows import RowReader, RowTensor, RowWriter
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.maxtext import (
@@ -40,7 +40,8 @@ from burnish.checkpoints.maxtext import (
 )
 from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
 from burnish.checkpoints.orbax_files import ArraySpec, OrbaxWriter
-from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors
+from burnish.checkpoints.preemption import unwinding_on_signals
+from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, list_tensors
 from burnish.checkpoints.shards import Shards
 from burnish.checkpoints.staging import check_destination, staged, uploaded
 from burnish.checkpoints.store import (
@@ -48,7 +49,6 @@ from burnish.checkpoints.store import (
 )
 from burnish.checkpoints.store import MODEL_PARAMS, complete_imported, find_checkpoint, hf_source_files
 from burnish.checkpoints.transfer import (
-    PIECE_BYTES,
     WORKING_BYTES,
     HfSink,
     HfSource,
@@ -139,12 +139,14 @@ def open_source(
     path: str, *, model_name: str | None = None, hf_model_path: str | None = None, token: str | None = None
 ) -> Iterator[OpenSource]:
     """Open any checkpoint. `model_name` is compared with config.json (None compares nothing);
-    `hf_model_path` gives config.json and tokenizer where the checkpoint has none.
+    `hf_model_path` gives config.json and tokenizer where the checkpoint has none. As long as it is open, a process that
+    is told to end removes what it has half done.
 
     Raises CheckpointError or ModelError saying what is wrong with it.
     """
     kind = kind_of(path)
     with ExitStack() as stack:
+        stack.enter_context(unwinding_on_signals())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="burnish-source-")))
         if kind == "hf":
             yield _open_hf(path, model_name, token, stack)
@@ -186,33 +188,13 @@ def _check_stored(
     """The tensors to convert, in file order; names, shapes and dtypes are those that config.json asks for. A tied
     head that the file holds although it is the embeddings is among them."""
     tied = _tied_head(config)
-    expected = {**expected, **{head: expected[embeddings] for head, embeddings in tied.items()}}
-    found = {t.name for t in stored}
-    if len(found) < len(stored):
-        names = [t.name for t in stored]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
-    if missing := [name for name in expected if name not in found and name not in tied]:
-        raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
-    extra = []
-    for t in stored:
-        if t.name in expected:
-            if t.shape != expected[t.name]:
-                raise CheckpointError(
-                    f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}"
-                )
-            if t.dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
-                )
-        elif not t.name.endswith("rotary_emb.inv_freq"):
-            extra.append(t.name)
-    if extra:
-        raise CheckpointError(f"{directory}: tensors that config.json has no place for: {few(extra)}")
-    tensors = {t.name: t for t in stored if t.name in expected}
+    heads = {head: expected[embeddings] for head, embeddings in tied.items()}
+    check_tensors(directory, stored, expected, heads, lambda name: name.endswith("rotary_emb.inv_freq"))
+    tensors = {t.name: t for t in stored if t.name in expected or t.name in heads}
     for head, embeddings in tied.items():
         if head in tensors:
-            _check_tied_head(tensors[embeddings], tensors[head])
+            with RowReader([tensors[embeddings], tensors[head]]) as reader:
+                check_tied_head(reader, tensors[embeddings], tensors[head], 0, expected[embeddings][0])
     return list(tensors.values())
 
 
@@ -224,19 +206,6 @@ def _tied_head(config: Mapping[str, Any]) -> dict[str, str]:
         return {}
     head = tied_head_copy(spec)
     return {} if head is None else {head.name: next(m.name for m in tensor_map(spec) if m.path == head.path)}
-
-
-def _check_tied_head(embeddings: StoredTensor, head: StoredTensor) -> None:
-    rows = max(1, PIECE_BYTES // (embeddings.shape[1] * 4))
-    with RowReader([embeddings, head]) as reader:
-        for start in range(0, embeddings.shape[0], rows):
-            stop = min(start + rows, embeddings.shape[0])
-            a, b = (reader.rows(t.name, start, stop).astype(np.float32) for t in (embeddings, head))
-            if not np.array_equal(a, b):
-                raise CheckpointError(
-                    f"{head.file}: {head.name} differs from the embeddings, but config.json has "
-                    "tie_word_embeddings true; one of the two is wrong"
-                )
 
 
 def _open_maxtext(

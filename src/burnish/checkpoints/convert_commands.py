@@ -27,6 +27,9 @@ from burnish.config.groups import ConversionOptions, HubOptions
 from burnish.config.schema import ConvertConfig, ToMaxTextConfig
 from burnish.observe.files import is_local
 
+SAID_EVERY = 30.0
+"""Seconds between two lines about a conversion where there is no bar."""
+
 
 def to_maxtext(config: ToMaxTextConfig, console: Console | None = None) -> epath.Path:
     """Convert `hf_model_path` (or the hub's checkpoint of `model_name`) to `base_output_directory`/0/items,
@@ -134,11 +137,22 @@ def tell_needs(needs: Needs, console: Console) -> None:
 
 @contextmanager
 def conversion_progress(opened: OpenSource, console: Console) -> Iterator[OnProgress]:
+    """A bar in a terminal; elsewhere (a job's log) a line now and then."""
     columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    started = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    started = said = time.perf_counter()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=opened.num_bytes)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal said
+            progress.update(task, completed=done, total=total)
+            now = time.perf_counter()
+            if progress.disable and now - said >= SAID_EVERY:
+                said = now
+                rate = done / (now - started)
+                console.print(f"Converting: {done / 1e9:.2f} of {total / 1e9:.2f} GB ({rate / 1e9:.2f} GB/s)")
+
+        yield on_progress
     seconds = time.perf_counter() - started
     gigabytes = opened.num_bytes / 1e9
     console.print(f"Converted {gigabytes:.2f} GB in {seconds:.1f} s ({gigabytes / seconds:.2f} GB/s)")

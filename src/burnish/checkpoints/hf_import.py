@@ -9,6 +9,7 @@ one from the hub.
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
@@ -17,13 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from burnish.checkpoints.blocks import cast
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_rows import RowReader
-from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors, open_file
+from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors
 from burnish.checkpoints.shards import Shards
 from burnish.models.families import (
-    TensorMapping,
     buffer_values,
     is_left_out,
     resolve_config,
@@ -47,7 +46,7 @@ BUILTIN = "builtin"
 READERS = 4
 """Tensors read at the same time."""
 
-COMPARED_ROWS = 4096
+COMPARED_BYTES = 4 << 20
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -120,6 +119,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError naming the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -153,10 +154,14 @@ def load_params(
         raise CheckpointError(f"{directory} is not a directory")
     spec = spec_from_hf(read_config(directory, model_name))
     headers = list_tensors(directory)
-    check_headers(directory, spec, headers)
-    for file in {t.file for t in headers}:
-        with open_file(file):  # the library knows best whether a header and its file belong together
-            pass
+    head = tied_head_copy(spec)
+    check_tensors(
+        directory,
+        headers,
+        {m.name: m.hf_shape for m in tensor_map(spec)},
+        {} if head is None else {head.name: head.hf_shape},
+        lambda name: buffer_values(spec, name) is not None or is_left_out(spec.family, name),
+    )
     stored = {t.name: t for t in headers if not is_left_out(spec.family, t.name)}
     names = [m.name for m in sorted(tensor_map(spec), key=lambda m: m.path)]
     shards = Shards(spec, dtype, shardings)
@@ -182,7 +187,7 @@ def load_params(
         for _ in pool.map(read, names):
             pass
         for name in stored.keys() - set(names):
-            _check_extra(spec, reader, stored, name, dtype, shards)
+            _check_extra(spec, reader, stored, name, shards)
             count(stored[name])
     return spec, shards.finish()
 
@@ -198,55 +203,58 @@ def _overflow(array: np.ndarray) -> str:
     return " after the cast (it is finite in the file)" if np.isfinite(array).all() else ""
 
 
-def check_headers(directory: Path, spec: ModelSpec, stored: Sequence[StoredTensor]) -> None:
-    """Names, shapes and dtypes of a checkpoint against its spec, before any weight is read."""
-    expected = {m.name: m.hf_shape for m in tensor_map(spec)}
-    optional = tied_head_copy(spec)
-    if optional is not None:
-        expected[optional.name] = optional.hf_shape
-    names = [t.name for t in stored]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise CheckpointError(f"{directory}: tensors are there twice: {few(twice)}")
-    required = [name for name in expected if optional is None or name != optional.name]
-    missing = [name for name in required if name not in set(names)]
-    if missing:
+def check_tensors(
+    directory: Path,
+    stored: Sequence[StoredTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    is_known: Callable[[str], bool],
+) -> None:
+    """Names, shapes and dtypes of a checkpoint against those that its config.json asks for, before any weight is read.
+    `optional` tensors may be missing; what else `is_known` is let through."""
+    shapes = {**expected, **optional}
+    names = {t.name for t in stored}
+    if len(names) < len(stored):
+        counts = Counter(t.name for t in stored)
+        raise CheckpointError(f"{directory}: tensors are there twice: {few([n for n, k in counts.items() if k > 1])}")
+    if missing := [name for name in expected if name not in names]:
         raise CheckpointError(f"{directory}: tensors are missing that config.json asks for: {few(missing)}")
     for t in stored:
-        if t.name in expected and t.shape != expected[t.name]:
-            raise CheckpointError(f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {expected[t.name]}")
-        if t.name in expected and t.dtype not in DTYPES:
+        if t.name in shapes and t.shape != shapes[t.name]:
+            raise CheckpointError(f"{t.file}: {t.name} has shape {t.shape}, config.json asks for {shapes[t.name]}")
+        if t.name in shapes and t.dtype not in DTYPES:
             raise CheckpointError(
                 f"{t.file}: {t.name} is {t.dtype}; {', '.join(DTYPES)} are read (quantised weights are not)"
             )
-    extra = [
-        t
-        for t in stored
-        if t.name not in expected and buffer_values(spec, t.name) is None and not is_left_out(spec.family, t.name)
-    ]
-    if extra:
+    if extra := [t for t in stored if t.name not in shapes and not is_known(t.name)]:
         raise CheckpointError(
             f"{extra[0].file}: tensors that config.json has no place for: {few([t.name for t in extra])}"
         )
 
 
+def check_tied_head(reader: RowReader, embeddings: StoredTensor, head: StoredTensor, start: int, stop: int) -> None:
+    """Rows [start, stop) of a head that a file holds although it is the embeddings. Raises CheckpointError where it is
+    another."""
+    step = max(1, COMPARED_BYTES // (4 * embeddings.shape[1]))
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        wanted, found = (reader.rows(t.name, first, last).astype(np.float32) for t in (embeddings, head))
+        if not np.array_equal(wanted, found):
+            raise CheckpointError(
+                f"{head.file}: {head.name} differs from the embeddings, but config.json has "
+                "tie_word_embeddings true; one of the two is wrong"
+            )
+
+
 def _check_extra(
-    spec: ModelSpec, reader: RowReader, stored: Mapping[str, StoredTensor], name: str, dtype: Any, shards: Shards
+    spec: ModelSpec, reader: RowReader, stored: Mapping[str, StoredTensor], name: str, shards: Shards
 ) -> None:
     """Tensors that are no parameter must say the same as what they repeat."""
-    head: TensorMapping | None = tied_head_copy(spec)
+    head = tied_head_copy(spec)
     file = stored[name].file
     if head is not None and name == head.name:
         (embed,) = (m.name for m in tensor_map(spec) if m.path == head.path)
-        start, stop = shards.rows(embed)
-        for first in range(start, stop, COMPARED_ROWS):
-            last = min(first + COMPARED_ROWS, stop)
-            wanted, found = (cast(reader.rows(n, first, last), np.dtype(dtype)) for n in (embed, name))
-            if not np.array_equal(wanted, found):
-                raise CheckpointError(
-                    f"{file}: {name} differs from the embeddings, but config.json has "
-                    "tie_word_embeddings true; one of the two is wrong"
-                )
+        check_tied_head(reader, stored[embed], stored[name], *shards.rows(embed))
         return
     array = reader.rows(name, 0, stored[name].shape[0])
     # Saved in half precision by some; 1 % still tells one theta or scaling from another.

@@ -104,8 +104,13 @@ def push(directory: Path, repository: str, token: str | None, private: bool, car
     hint = "set hf_access_token= or the environment variable HF_TOKEN to a token that may write"
     try:
         address = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(
+            folder_path=directory,
+            repo_id=repository,
+            commit_message="Export from burnish",
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of an earlier export in other shards
+        )
         api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repository)
-        api.upload_folder(folder_path=directory, repo_id=repository, commit_message="Export from burnish")
     except HFValidationError:
         raise CheckpointError(f"push_to_hub={repository} is not well formed; give owner/name") from None
     except HfHubHTTPError as error:

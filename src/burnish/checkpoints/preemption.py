@@ -8,6 +8,7 @@ for a save and a second one ends the program at once. A terminal that goes away 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,6 +47,29 @@ class StopFlag:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, fd)
             os.close(nowhere)
+
+
+@contextmanager
+def unwinding_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the process by SystemExit with the status that a shell knows them by, so that what
+    is half done is removed, as Ctrl-C does. A signal that somebody handles or ignores already is left alone, and so are
+    all of them outside the main thread."""
+    taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []
+
+    def unwind(signum: int, frame: FrameType | None) -> None:
+        for s in taken:
+            signal.signal(s, signal.SIG_IGN)  # another one must not cut the removal short
+        sys.exit(128 + signum)
+
+    for signum in taken:
+        signal.signal(signum, unwind)
+    try:
+        yield
+    finally:
+        for signum in taken:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
-"""The safetensors files of a checkpoint directory: what they hold, reading and writing one tensor at a time.
+"""The safetensors files of a checkpoint directory: what their headers say, and headers of new files.
 
-Headers are read here, so that a damaged file is explained by the tensors it lost; the data is read by the
-library. Writing is ours because the library's writer wants a whole file in memory.
+Headers are read here, so that a damaged file is explained by the tensors it lost; the library has the last word on
+whether a header and its file belong together. Data are rows of hf_rows.py.
 """
 
 import json
-import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,21 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one file in the order they lie in it. Raises CheckpointError when the file is
-    damaged, naming the tensors that are cut off where the header still tells.
+    """The tensors of one file in the order they lie in it. Raises CheckpointError when the file cannot be read or is
+    damaged, naming the tensors that are cut off where the header still tells: every tensor has the bytes that its shape
+    and dtype take, and they lie one after another.
     """
+    try:
+        tensors = _parsed_header(file)
+        with safe_open(file, framework="numpy"):  # the library knows best whether a header and its file belong together
+            return tensors
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: {error}; the file is damaged: get it again") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _parsed_header(file: Path) -> list[StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as f:
         raw = f.read(8)
@@ -57,10 +67,10 @@ def read_header(file: Path) -> list[StoredTensor]:
             )
         try:
             header: dict[str, Any] = json.loads(f.read(length))
-            header.pop("__metadata__", None)
             tensors = [
-                StoredTensor(file, name, info["dtype"], tuple(info["shape"]), *info["data_offsets"])
+                StoredTensor(file, name, info["dtype"], tuple(info["shape"]), *map(int, info["data_offsets"]))
                 for name, info in header.items()
+                if name != "__metadata__"
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: its safetensors header cannot be read: {error}") from error
@@ -117,29 +127,6 @@ def few(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-@contextmanager
-def open_file(file: Path) -> Iterator[Callable[[str], np.ndarray]]:
-    """A function from a tensor's name to its array, copied out of the mapped file when it is called."""
-    try:
-        with safe_open(file, framework="numpy") as f:
-            yield f.get_tensor
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-
-
-def iterate(tensors: Sequence[StoredTensor]) -> Iterator[tuple[StoredTensor, np.ndarray]]:
-    """Each tensor with its array, one in memory at a time, files opened once when `tensors` is in file
-    order.
-    """
-    i = 0
-    while i < len(tensors):
-        file = tensors[i].file
-        with open_file(file) as get:
-            while i < len(tensors) and tensors[i].file == file:
-                yield tensors[i], get(tensors[i].name)
-                i += 1
-
-
 def encode_header(layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """What a file of these tensors (name, safetensors dtype, shape), in this order, begins with, and where
     in the file each tensor's data starts. Wider dtypes must come first."""
@@ -160,24 +147,3 @@ def data_start(file: Path) -> int:
     """Where the data of a file begin, in bytes; the header must have been read before."""
     with file.open("rb") as f:
         return 8 + int(struct.unpack("<Q", f.read(8))[0])
-
-
-def write_file(
-    file: Path, layout: Sequence[tuple[str, str, tuple[int, ...]]], array_of: Callable[[str], np.ndarray]
-) -> None:
-    """Write (name, safetensors dtype, shape) in this order, asking `array_of` for one array at a time.
-
-    Wider dtypes go first, as the library orders them, so that every tensor is aligned. The file is on disk
-    (fsync) when this returns.
-    """
-    layout = sorted(layout, key=lambda entry: -DTYPES[entry[1]].itemsize)
-    head, _ = encode_header(layout)
-    with file.open("wb") as f:
-        f.write(head)
-        for name, dtype, shape in layout:
-            array = np.ascontiguousarray(array_of(name))
-            if array.dtype != DTYPES[dtype] or array.shape != shape:
-                raise ValueError(f"{name}: got {array.dtype}{array.shape}, the header says {dtype}{shape}")
-            f.write(array.reshape(-1).view(np.uint8).data)
-        f.flush()
-        os.fsync(f.fileno())

@@ -20,6 +20,9 @@ from etils import epath
 from burnish.checkpoints.errors import CheckpointError
 from burnish.observe.files import is_local
 
+_DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""What a disk says that is full, damaged or not to be written to."""
+
 
 def check_destination(out: epath.PathLike) -> None:
     """Raises CheckpointError unless `out` (absolute, or of an object store) is absent or an empty directory, and can be
@@ -30,7 +33,7 @@ def check_destination(out: epath.PathLike) -> None:
         if used:
             raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
         return
-    out = Path(out)
+    out = _place(Path(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; give another output directory or remove it first")
     there = next(parent for parent in out.parents if os.path.lexists(parent))
@@ -40,6 +43,11 @@ def check_destination(out: epath.PathLike) -> None:
         raise CheckpointError(f"{out} cannot be made: {there} is not writable; give another output directory")
 
 
+def _place(out: Path) -> Path:
+    """Where a directory that `out` links to is, or will be: it is written on its own disk, and the link stays."""
+    return Path(os.path.realpath(out)) if out.is_symlink() else out
+
+
 @contextmanager
 def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     """A directory to fill that becomes `out` when the block ends well, synced to the disk; nothing is left
@@ -47,6 +55,7 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
     when another process is writing it, or when the disk has less than `needed_bytes`.
     """
     check_destination(out)
+    out = _place(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,8 +73,13 @@ def staged(out: Path, needed_bytes: int) -> Iterator[Path]:
         _sync_tree(partial)
         os.rename(partial, out)  # an empty directory may be in its place
         _sync(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _DISK_FAILS:
+            raise CheckpointError(
+                f"{out} could not be written: {error.strerror}; nothing is left of it. Free some space, or choose a "
+                "directory on another disk"
+            ) from error
         raise
     finally:
         os.close(lock)

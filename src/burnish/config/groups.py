@@ -31,6 +31,14 @@ DirectoryName = Annotated[
     ),
 ]
 
+RepositoryName = Annotated[
+    str,
+    Allowed(
+        "owner/name, each of letters, digits, '.', '_' and '-'",
+        lambda text: re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", text, re.ASCII) is not None,
+    ),
+]
+
 
 class HubOptions(Options):
     section: ClassVar[str] = "Model"
@@ -81,7 +89,7 @@ class ConversionOptions(HubOptions):
     )
     lazy_load_tensors: Annotated[
         bool, OneDevice((), "conversions always read tensors piece by piece when they are needed")
-    ] = option(True, "Read tensors when they are needed instead of all at the start")
+    ] = option(True, "Changes nothing: tensors are always read when they are needed, never all at the start")
     hardware: Annotated[Literal["cpu"], OneDevice(("cpu",), "conversions run on the CPU")] = option(
         "cpu", "Where the conversion runs"
     )

@@ -34,6 +34,7 @@ from burnish.config.groups import (
     MaxTextStorageOptions,
     ModelOptions,
     OptimizerOptions,
+    RepositoryName,
     RewardStackOptions,
     RLRunOptions,
     RunOptions,
@@ -330,7 +331,7 @@ class ExportConfig(CommandConfig, WeightsOptions, ConversionOptions):
         "Whether the checkpoint's layers are stacked; where the checkpoint says otherwise, the export is refused",
         default_words="as the checkpoint has them",
     )
-    push_to_hub: str | None = option(
+    push_to_hub: RepositoryName | None = option(
         None, "Repository (owner/name) that the export is uploaded to as well, with a model card; made if missing"
     )
     hub_private: bool = option(True, "Make the repository private where push_to_hub makes it")

@@ -52,7 +52,8 @@ class ModelSource:
         if self.checkpoint is not None:
             return load_model_params(self.checkpoint, dtype, shardings)
         columns = (TextColumn("Reading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=console or Console(), transient=True) as progress:
+        console = console or Console()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=None)
             if self.maxtext is not None:
                 return load_maxtext(

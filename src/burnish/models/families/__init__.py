@@ -9,7 +9,7 @@ import difflib
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from burnish.models.errors import ModelError
 from burnish.models.families.family import Family, TextPart
 from burnish.models.families.tensors import TensorMapping, head_mapping
 from burnish.models.rope import inverse_frequencies
-from burnish.models.spec import ModelSpec, RopeSpec
+from burnish.models.spec import LayerKind, ModelSpec, RopeSpec
 
 __all__ = [
     "PRESETS",
@@ -152,6 +152,8 @@ def resolve_config(model_name: str | None, config: dict[str, Any] | None, where:
         asked, found = (_flat(spec_from_hf(c)) for c in (preset_config(model_name), config))
         differ = [
             f"{_HF_FIELDS.get(k, k)} is {found.get(k)} there and {asked[k]} in {model_name}"
+            if k != "pattern"
+            else f"{_HF_FIELDS[k]}: kinds of layers differ in {', '.join(_layer_fields(found[k], asked[k]))}"
             for k in asked
             if asked[k] != found.get(k)
         ]
@@ -161,6 +163,15 @@ def resolve_config(model_name: str | None, config: dict[str, Any] | None, where:
                 "Leave model_name out to use the checkpoint's own config.json."
             )
     return config
+
+
+def _layer_fields(a: Sequence[LayerKind], b: Sequence[LayerKind]) -> list[str]:
+    """In what two patterns of layers differ, in the names of config.json."""
+    names = [field.name for field in dataclasses.fields(LayerKind)]
+    found = [
+        _HF_FIELDS.get(n, n) for n in names if any(getattr(x, n) != getattr(y, n) for x, y in zip(a, b, strict=False))
+    ]
+    return found + (["their number"] if len(a) != len(b) else [])
 
 
 # The names that people know from config.json, where the spec has another.
