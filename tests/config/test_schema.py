@@ -71,7 +71,7 @@ def test_command_lines_of_the_one_host_tutorial_are_accepted():
 
 def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_yet_is_named():
     with pytest.raises(ConfigError) as error:
-        load_config(RunConfig, WORKFLOW_B_TRAIN)
+        load_config(RunConfig, [*WORKFLOW_B_TRAIN, "rollout_engine=vllm"])
     refused = {line.split("=")[0] for line in str(error.value).splitlines()}
     assert all("not supported yet" in line for line in str(error.value).splitlines())
     assert refused == {
@@ -81,14 +81,20 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
         "sampler_devices_fraction",
         "ici_tensor_parallelism",
         "ici_expert_parallelism",
-        "hbm_utilization_vllm",
         "rl.reshard_chunk_size",
-        "vllm_hf_overrides",
-        "vllm_additional_config",
     }
     one_device = [arg for arg in WORKFLOW_B_TRAIN if arg.split("=")[0] not in refused]
-    cfg = load_config(RunConfig, one_device)
+    cfg = load_config(RunConfig, [*one_device, "rollout_engine=vllm"])
     assert (cfg.learning_rate, cfg.rl.num_generations, cfg.debug, cfg.mu_dtype) == (2e-5, 4, True, "bfloat16")
+
+
+def test_options_of_vllm_are_refused_where_it_does_not_sample():
+    assert run("rollout_engine=vllm", "hbm_utilization_vllm=0.5").hbm_utilization_vllm == 0.5
+    for option in ("hbm_utilization_vllm=0.5", "vllm_hf_overrides={a: 1}", "rollout_timeout=5", "async_scheduling=true"):
+        message = problem(option)
+        assert option.split("=")[0] in message
+        assert "rollout_engine=vllm" in message
+    assert "vllm_python=/no/such/python" in problem("rollout_engine=vllm", "vllm_python=/no/such/python")
 
 
 def test_export_of_the_many_host_tutorial_is_accepted_whole():

@@ -28,18 +28,19 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         )
         total = len(prompts) * cfg.num_eval_passes
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        engine = setup.make_engine(model, cfg, longest, min(cfg.resolved_max_num_seqs, total), cfg.dtype)
-        engine.load_weights(jax.tree.map(jnp.asarray, model.load(_load_dtype(cfg.dtype))), 0)
-        evaluation = evaluate_prompts(
-            engine,
-            stack,
-            prompts,
-            setup.eval_sampling_params(cfg, model.tokenizer),
-            num_passes=cfg.num_eval_passes,
-            mode=cfg.eval_mode,
-            seed=cfg.seed,
-            on_progress=lambda finished, tokens: printer.sampling("evaluation", finished, total, tokens),
-        )
+        slots = min(cfg.resolved_max_num_seqs, total)
+        with setup.open_engine(model, cfg, longest, slots, printer.note) as engine:
+            engine.load_weights(jax.tree.map(jnp.asarray, model.load(_load_dtype(cfg.dtype))), 0)
+            evaluation = evaluate_prompts(
+                engine,
+                stack,
+                prompts,
+                setup.eval_sampling_params(cfg, model.tokenizer),
+                num_passes=cfg.num_eval_passes,
+                mode=cfg.eval_mode,
+                seed=cfg.seed,
+                on_progress=lambda finished, tokens: printer.sampling("evaluation", finished, total, tokens),
+            )
         stats = evaluation.stats
         printer.note(format_eval_line(f"Evaluation ({cfg.eval_mode}, K={cfg.num_eval_passes})", stats))
         if cfg.num_eval_passes > 1:

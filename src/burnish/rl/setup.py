@@ -5,9 +5,11 @@ The rooms below take plain options of their own; this is the one place that know
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from burnish.config.describe import eval_sampling
@@ -22,6 +24,7 @@ from burnish.data.pipeline import PromptPipeline
 from burnish.data.templates import PromptTemplate
 from burnish.data.tokenizer import Tokenizer
 from burnish.data.types import Prompt
+from burnish.errors import BurnishError
 from burnish.rewards.stack import RewardOptions
 from burnish.rl.loading import ModelSource, compute_dtype
 from burnish.rl.losses import LossOptions
@@ -29,7 +32,8 @@ from burnish.rl.optimizer import OptimizerOptions
 from burnish.rl.schedule import LearningRate, learning_rate
 from burnish.rl.update import UpdateOptions
 from burnish.rollout.engine import BuiltinEngine
-from burnish.rollout.types import SamplingParams
+from burnish.rollout.types import RolloutEngine, SamplingParams
+from burnish.rollout.vllm.engine import VllmEngine, VllmOptions
 
 
 def data_options(cfg: DataOptions) -> sources.DataOptions:
@@ -140,6 +144,65 @@ def make_engine(
         max_total_tokens=lengths.max_target_length,
         dtype=compute_dtype(dtype),
     )
+
+
+@contextmanager
+def open_engine(
+    source: ModelSource,
+    cfg: RunConfig | EvalConfig,
+    longest_prompt: int,
+    max_slots: int,
+    note: Callable[[str], None],
+) -> Iterator[RolloutEngine]:
+    """The engine that rollout_engine names; it ends with the context. `note` is told what the user should know."""
+    if cfg.rollout_engine == "builtin":
+        yield make_engine(source, cfg, longest_prompt, max_slots, cfg.dtype)
+        return
+    if jax.process_count() > 1:
+        raise BurnishError(
+            "rollout_engine=vllm: weights go to vLLM from one process, and this run has several; use "
+            "rollout_engine=builtin"
+        )
+    options = VllmOptions(
+        python=cfg.vllm_python,
+        timeout=cfg.resolved_rollout_timeout,
+        restarts=cfg.resolved_rollout_restarts,
+        chunk_size=cfg.rl.reshard_chunk_size if isinstance(cfg, RunConfig) else None,
+        tensor_parallelism=_vllm_tensor_parallelism(cfg) if isinstance(cfg, RunConfig) else 1,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        memory_fraction=cfg.hbm_utilization_vllm,
+        async_scheduling=cfg.async_scheduling,
+        enable_prefix_caching=cfg.resolved_enable_prefix_caching,
+        hf_overrides=cfg.vllm_hf_overrides,
+        additional_config=cfg.vllm_additional_config,
+    )
+    with source.snapshot() as directory:
+        engine = VllmEngine(
+            source.spec,
+            directory,
+            source.tokenizer.decode,
+            options,
+            max_slots=max_slots,
+            max_prompt_tokens=longest_prompt,
+            max_total_tokens=cfg.max_target_length,
+            dtype=compute_dtype(cfg.dtype),
+            note=note,
+        )
+        with closing(engine):
+            yield engine
+
+
+def _vllm_tensor_parallelism(cfg: RunConfig) -> int:
+    """rollout_tensor_parallelism for vLLM, whose other axes are refused with the reason."""
+    for name in ("rollout_data_parallelism", "rollout_expert_parallelism"):
+        if (value := getattr(cfg, name)) not in (1, -1):
+            raise BurnishError(
+                f"{name}={value}: rollout_engine=vllm runs one replica of the model, split by "
+                "rollout_tensor_parallelism alone; give 1, or rollout_engine=builtin"
+            )
+    if cfg.rollout_tensor_parallelism == -1:
+        return jax.device_count()
+    return cfg.rollout_tensor_parallelism
 
 
 def schedule(cfg: RunConfig | SFTConfig) -> LearningRate:

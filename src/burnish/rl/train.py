@@ -7,6 +7,7 @@ resumed run is the run it would have been. This module is the order of things; w
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,8 +38,7 @@ from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
 from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
-from burnish.rollout.engine import BuiltinEngine
-from burnish.rollout.types import Group, StopReason
+from burnish.rollout.types import Group, RolloutEngine, StopReason
 
 PROBE_PROMPTS = 8
 
@@ -49,7 +49,7 @@ class Parts:
 
     cfg: RunConfig
     model: ModelSource
-    engine: BuiltinEngine
+    engine: RolloutEngine
     stack: RewardStack
     updater: Updater
     reference: Params | None  # weights of the KL penalty
@@ -97,7 +97,7 @@ def run_training(cfg: RunConfig) -> Outcome:
         eval_prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(data, "eval"))
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
-    with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
+    with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run, ExitStack() as opened:
         for line in _opening(cfg, model, pipeline, arithmetic):
             run.printer.note(line)
         try:
@@ -109,7 +109,7 @@ def run_training(cfg: RunConfig) -> Outcome:
         updater = Updater(model.spec, setup.update_options(cfg))
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        engine = setup.make_engine(model, cfg, longest, max_slots, cfg.dtype)
+        engine = opened.enter_context(setup.open_engine(model, cfg, longest, max_slots, run.printer.note))
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         initial: Params | None = None
@@ -223,6 +223,7 @@ def _step(
     cfg = parts.cfg
     t0 = time.perf_counter()
     groups = _sample(run, parts, step, prompts)
+    parts.engine.release_memory()
     t1 = time.perf_counter()
     run.printer.phase(f"step {step}: scoring")
     sampled = _score(run, parts, groups)

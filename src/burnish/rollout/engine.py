@@ -96,6 +96,9 @@ class BuiltinEngine:
         self._view = jax.block_until_ready(decode.decode_view(self._spec, params, dtype=self._dtype))
         self._version = version
 
+    def release_memory(self) -> None:
+        """Nothing is kept between two calls of `generate` but the weights."""
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -62,8 +62,6 @@ class VllmEngine:
     """See RolloutEngine. `directory` holds the model's config and tokenizer (weights are not read). `note` is told
     of restarts. Raises VllmError where vLLM can not be started, and ValueError as the built-in engine does."""
 
-    num_compilations = 0  # vLLM does not tell
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -95,10 +93,19 @@ class VllmEngine:
         self._process.close()
         self._log.unlink(missing_ok=True)
 
+    @property
+    def num_compilations(self) -> int:
+        """0: vLLM does not tell."""
+        return 0
+
     def load_weights(self, params: Params, version: int) -> None:
         """Streams the trainer's tree to vLLM. It is kept until the next call, for a restart, without a copy."""
         self._params, self._version = params, version
         self._or_again(self._send_weights)
+
+    def release_memory(self) -> None:
+        """Weights and caches leave the accelerator; on CPU vLLM keeps them."""
+        self._or_again(lambda: self._process.ask({"do": "sleep"}, timeout=self._options.timeout))
 
     def generate(
         self,

