@@ -76,12 +76,8 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
     assert all("not supported yet" in line for line in str(error.value).splitlines())
     assert refused == {
         "scan_layers",
-        "rollout_tensor_parallelism",
-        "trainer_devices_fraction",
-        "sampler_devices_fraction",
         "ici_tensor_parallelism",
         "ici_expert_parallelism",
-        "rl.reshard_chunk_size",
     }
     one_device = [arg for arg in WORKFLOW_B_TRAIN if arg.split("=")[0] not in refused]
     cfg = load_config(RunConfig, [*one_device, "rollout_engine=vllm"])
@@ -90,7 +86,12 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
 
 def test_options_of_vllm_are_refused_where_it_does_not_sample():
     assert run("rollout_engine=vllm", "hbm_utilization_vllm=0.5").hbm_utilization_vllm == 0.5
-    for option in ("hbm_utilization_vllm=0.5", "vllm_hf_overrides={a: 1}", "rollout_timeout=5", "async_scheduling=true"):
+    for option in (
+        "hbm_utilization_vllm=0.5",
+        "vllm_hf_overrides={a: 1}",
+        "rollout_timeout=5",
+        "async_scheduling=true",
+    ):
         message = problem(option)
         assert option.split("=")[0] in message
         assert "rollout_engine=vllm" in message
@@ -229,6 +230,9 @@ def test_a_micro_batch_must_divide_the_batch_and_both_numbers_are_named():
             ["rollout_data_parallelism=-1 and rollout_tensor_parallelism=-1"],
         ),
         (["ici_data_parallelism=-1"], ["ici_data_parallelism=-1 and ici_fsdp_parallelism=-1"]),
+        (["trainer_devices_fraction=0.5"], ["trainer_devices_fraction=0.5 and sampler_devices_fraction=1 overlap"]),
+        (["trainer_devices_fraction=0.7", "sampler_devices_fraction=0.5"], ["overlap", "0.5 and 0.5"]),
+        (["rl.off_policy_steps=1"], ["rl.off_policy_steps=1", "sampler_devices_fraction=0.5"]),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_in_one_line(args, words):

@@ -51,7 +51,7 @@ def test_blocks_give_the_same_values_and_gradients_as_all_scores(B, T, block, se
         return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))
 
     (_, expected), expected_grads = value(plain_attention(visible, score))(q, k, v)
-    (_, got), got_grads = value(block_attention(visible, block, score))(q, k, v)
+    (_, got), got_grads = value(block_attention(block_plan(visible, block), score))(q, k, v)
     np.testing.assert_allclose(np.asarray(got)[real], np.asarray(expected)[real], atol=2e-6)
     assert np.isfinite(got).all()
     for a, b in zip(got_grads, expected_grads, strict=True):

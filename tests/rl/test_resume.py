@@ -192,7 +192,7 @@ def test_files_of_a_run_that_were_damaged_are_named(finished, args):
 
 
 def test_a_start_that_failed_leaves_the_name_free(args, tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise BurnishError("the weights are broken")
 
     with monkeypatch.context() as patch:

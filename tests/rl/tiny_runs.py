@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from burnish.checkpoints.arrays import LeafRecord, read_arrays
 from burnish.checkpoints.hf_export import export, snapshot_source
 from burnish.checkpoints.hf_import import read_config
+from burnish.checkpoints.orbax_files import OrbaxReader
 from burnish.config.overrides import load_config
 from burnish.config.schema import RunConfig
 from burnish.data.tiny import write_tiny_base
@@ -103,8 +103,8 @@ def saved(run: Path, step: int):
     content = json.loads((directory / "train_state.json").read_text())
     arrays = {}
     for tree, leaves in content["arrays"].items():
-        records = {name: LeafRecord.from_json(leaf) for name, leaf in leaves.items()}
-        arrays |= {f"{tree}/{name}": array for name, array in read_arrays(directory / tree, records)}
+        reader = OrbaxReader(directory / tree)
+        arrays |= {f"{tree}/{name}": reader.read(name.replace("/", ".")) for name in leaves}
     return arrays, content["extra"]
 
 

@@ -33,6 +33,7 @@ from burnish.checkpoints.maxtext import (
 from burnish.checkpoints.maxtext_map import family_of, hf_tensors, leaves
 from burnish.checkpoints.orbax_files import ArraySpec, OrbaxWriter
 from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors
+from burnish.checkpoints.shards import Shards
 from burnish.checkpoints.staging import check_destination, staged
 from burnish.checkpoints.store import (
     HF_SOURCE as TRAINING_HF_SOURCE,
@@ -48,7 +49,7 @@ from burnish.checkpoints.transfer import (
     Source,
     transfer,
 )
-from burnish.checkpoints.trees import ParamsSink, TreeSink, TreeSource
+from burnish.checkpoints.trees import TreeSink, TreeSource
 from burnish.models.errors import ModelError
 from burnish.models.families import resolve_config, spec_from_hf, tensor_map
 from burnish.models.params import Params
@@ -284,15 +285,21 @@ def maxtext_config_directory(
     )
 
 
-def load_maxtext(path: str, config: Mapping[str, Any], dtype: Any, on_progress: OnProgress | None = None) -> Params:
-    """The parameter tree (NumPy arrays of `dtype`) of a MaxText checkpoint that `config` (its config.json)
-    describes. Raises CheckpointError naming the leaf that does not fit."""
+def load_maxtext(
+    path: str,
+    config: Mapping[str, Any],
+    dtype: Any,
+    on_progress: OnProgress | None = None,
+    shardings: Params | None = None,
+) -> Params:
+    """The parameter tree in `dtype` of a MaxText checkpoint that `config` (its config.json) describes: jax arrays where
+    there is a tree of `shardings`, else NumPy arrays. Raises CheckpointError naming the leaf that does not fit."""
     checkpoint = open_maxtext(path)
     source = MaxTextSource(checkpoint, check_leaves(checkpoint, family_of(config)))
-    sink = ParamsSink(spec_from_hf(config), dtype)
+    sink = Shards(spec_from_hf(config), dtype, shardings)
     total = sum(t.nbytes for t in source.tensors.values())
     transfer(source, sink, _counted(total, on_progress or (lambda done, of: None)))
-    return sink.params
+    return sink.finish()
 
 
 # ---- writing ----

@@ -1,5 +1,5 @@
-"""Hugging Face checkpoint -> parameter tree: headers are checked first, then one tensor at a time is
-copied into its place in preallocated stacked arrays, so that memory holds the result and one tensor more.
+"""Hugging Face checkpoint -> parameter tree: headers are checked first, then a few tensors at a time are
+copied into their places in preallocated stacked arrays, so that memory holds the result and those tensors more.
 
 Anything that does not fit exactly is an error that names the tensor and the file: nothing is skipped, cast
 from an unknown dtype, or left at a random value. Reads safetensors from a local directory; `resolve` gets
@@ -8,14 +8,19 @@ one from the hub.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from burnish.checkpoints.blocks import cast
 from burnish.checkpoints.errors import CheckpointError
-from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, iterate, list_tensors
+from burnish.checkpoints.hf_rows import RowReader
+from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list_tensors, open_file
+from burnish.checkpoints.shards import Shards
 from burnish.models.families import (
     TensorMapping,
     buffer_values,
@@ -25,7 +30,7 @@ from burnish.models.families import (
     tensor_map,
     tied_head_copy,
 )
-from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.models.params import Params
 from burnish.models.spec import ModelSpec
 
 Progress = Callable[[str, int, int], None]
@@ -34,6 +39,11 @@ Progress = Callable[[str, int, int], None]
 # What a checkpoint needs besides weights: configs, tokenizer, chat template, licence. Model cards describe
 # the source, not what became of it, and stay behind.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
+
+READERS = 4
+"""Tensors read at the same time."""
+
+COMPARED_ROWS = 4096
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -119,8 +129,10 @@ def load_params(
     model_name: str | None = None,
     dtype: Any = np.float32,
     on_progress: Progress | None = None,
+    shardings: Params | None = None,
 ) -> tuple[ModelSpec, Params]:
-    """(spec, NumPy parameter tree in `dtype`: float32 or bfloat16) of a Hugging Face checkpoint directory.
+    """(spec, parameter tree in `dtype`: float32 or bfloat16) of a Hugging Face checkpoint directory: jax arrays where
+    there is a tree of `shardings`, of which this process reads the rows that its devices hold; else NumPy arrays.
 
     Raises ModelError when config.json cannot be honoured and CheckpointError naming the tensors and files
     that are missing, unexpected, misshaped, of an unsupported dtype, truncated, or hold NaN or infinity.
@@ -129,27 +141,39 @@ def load_params(
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     spec = spec_from_hf(read_config(directory, model_name))
-    stored = list_tensors(directory)
-    mappings = {m.name: m for m in tensor_map(spec)}
-    check_headers(directory, spec, stored)
-    stored = [t for t in stored if not is_left_out(spec, t.name)]
+    headers = list_tensors(directory)
+    check_headers(directory, spec, headers)
+    for file in {t.file for t in headers}:
+        with open_file(file):  # the library knows best whether a header and its file belong together
+            pass
+    stored = {t.name: t for t in headers if not is_left_out(spec, t.name)}
+    names = [m.name for m in sorted(tensor_map(spec), key=lambda m: m.path)]
+    shards = Shards(spec, dtype, shardings)
+    total, done = sum(t.end - t.start for t in stored.values()), 0
+    lock = threading.Lock()
 
-    params = _map_infos(lambda info: np.empty(info.shape, dtype), param_infos(spec))
-    total, done = sum(t.end - t.start for t in stored), 0
-    # A tied head can lie before the embeddings that it must equal, so what is no parameter is looked at last.
-    for tensor, array in iterate(sorted(stored, key=lambda t: t.name not in mappings)):
-        if tensor.name in mappings:
-            slot = mappings[tensor.name].slot(params)
-            with np.errstate(over="ignore"):
-                slot[...] = mappings[tensor.name].to_tree(array)
-            if not np.isfinite(slot).all():
-                raise CheckpointError(f"{tensor.file}: {tensor.name} holds NaN or infinity{_overflow(array)}")
-        else:
-            _check_extra(spec, params, tensor, array)
-        done += tensor.end - tensor.start
-        if on_progress is not None:
-            on_progress(tensor.name, done, total)
-    return spec, params
+    def count(tensor: StoredTensor) -> None:
+        nonlocal done
+        with lock:
+            done += tensor.end - tensor.start
+            if on_progress is not None:
+                on_progress(tensor.name, done, total)
+
+    def read(name: str) -> None:
+        start, stop = shards.rows(name)
+        rows = reader.rows(name, start, stop)
+        if not shards.take(name, start, rows):
+            raise CheckpointError(f"{stored[name].file}: {name} holds NaN or infinity{_overflow(rows)}")
+        count(stored[name])
+
+    with RowReader(list(stored.values())) as reader, ThreadPoolExecutor(READERS) as pool:
+        # Array by array, so that few are open at a time; map raises the first error and begins nothing after it.
+        for _ in pool.map(read, names):
+            pass
+        for name in stored.keys() - set(names):
+            _check_extra(spec, reader, stored, name, dtype, shards)
+            count(stored[name])
+    return spec, shards.finish()
 
 
 def left_out_tensors(directory: Path, spec: ModelSpec) -> list[str]:
@@ -157,12 +181,6 @@ def left_out_tensors(directory: Path, spec: ModelSpec) -> list[str]:
     if not any(directory.glob("*.safetensors")):
         return []
     return [t.name for t in list_tensors(directory) if is_left_out(spec, t.name)]
-
-
-def _map_infos(make: Callable[[ParamInfo], Any], tree: Any) -> Any:
-    if isinstance(tree, ParamInfo):
-        return make(tree)
-    return {key: _map_infos(make, child) for key, child in tree.items()}
 
 
 def _overflow(array: np.ndarray) -> str:
@@ -201,19 +219,26 @@ def check_headers(directory: Path, spec: ModelSpec, stored: Sequence[StoredTenso
         )
 
 
-def _check_extra(spec: ModelSpec, params: Params, tensor: StoredTensor, array: np.ndarray) -> None:
+def _check_extra(
+    spec: ModelSpec, reader: RowReader, stored: Mapping[str, StoredTensor], name: str, dtype: Any, shards: Shards
+) -> None:
     """Tensors that are no parameter must say the same as what they repeat."""
     head: TensorMapping | None = tied_head_copy(spec)
-    if head is not None and tensor.name == head.name:
-        embed = head.slot(params)
-        if not np.array_equal(embed, array.astype(embed.dtype)):
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} differs from the embeddings, but config.json has "
-                "tie_word_embeddings true; one of the two is wrong"
-            )
+    file = stored[name].file
+    if head is not None and name == head.name:
+        (embed,) = (m.name for m in tensor_map(spec) if m.path == head.path)
+        start, stop = shards.rows(embed)
+        for first in range(start, stop, COMPARED_ROWS):
+            last = min(first + COMPARED_ROWS, stop)
+            if not np.array_equal(*(cast(reader.rows(n, first, last), np.dtype(dtype)) for n in (embed, name))):
+                raise CheckpointError(
+                    f"{file}: {name} differs from the embeddings, but config.json has "
+                    "tie_word_embeddings true; one of the two is wrong"
+                )
         return
+    array = reader.rows(name, 0, stored[name].shape[0])
     # Saved in half precision by some; 1 % still tells one theta or scaling from another.
-    values = buffer_values(spec, tensor.name) or []
+    values = buffer_values(spec, name) or []
     same = [v.shape == array.shape and np.allclose(array.astype(np.float32), v, rtol=1e-2) for v in values]
     if not any(same):
-        raise CheckpointError(f"{tensor.file}: {tensor.name} differs from the rope settings of config.json")
+        raise CheckpointError(f"{file}: {name} differs from the rope settings of config.json")

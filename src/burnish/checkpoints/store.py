@@ -3,8 +3,9 @@
 A checkpoint is written under a temporary name, read back and compared with what is in memory, synced,
 marked complete and only then renamed to its step (an object store has no atomic rename: there it is written
 in place and the marker alone makes it count). Older checkpoints are pruned after that. Nothing without its
-marker is ever listed, so a crash at any moment leaves the previous checkpoint usable. One process writes;
-arrays sharded over several hosts are not handled here.
+marker is ever listed, so a crash at any moment leaves the previous checkpoint usable. Of several processes each
+writes and reads the parts of arrays that its devices hold; the first one does everything else, and what fails in
+one fails in all. They need a directory that all of them see.
 
     <step>/complete                 marker, written last; holds the checksum of train_state.json
     <step>/train_state.json         step, the run's own state (`extra`), a record of every array
@@ -18,7 +19,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -27,9 +28,24 @@ import jax
 import numpy as np
 from etils import epath
 
-from burnish.checkpoints.arrays import LeafRecord, named_leaves, nested, read_arrays, record, write_arrays
+from burnish.checkpoints.arrays import (
+    LeafRecord,
+    Region,
+    array_of,
+    checksum,
+    index_of,
+    named_leaves,
+    nested,
+    overlap,
+    own_checksums,
+    regions_of,
+    write_arrays,
+)
+from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.orbax_files import OrbaxReader
 from burnish.errors import BurnishError
 from burnish.observe.files import is_local, write_whole
+from burnish.parallel import processes
 
 MODEL_PARAMS = "model_params"
 OPTIMIZER_STATE = "optimizer_state"
@@ -114,44 +130,56 @@ class TrainingStore:
 
         final = self.directory / str(step)
         # Without an atomic rename there is nothing to gain from a second name: the marker decides.
-        name = f"{step}.tmp-{uuid.uuid4().hex[:8]}" if is_local(self.directory) else str(step)
-        staging = self.directory / name
-        with _explained(f"checkpoint of step {step} was not saved in {self.directory}", latest):
+        temporary = processes.gather(uuid.uuid4().hex[:8])[0]
+        staging = self.directory / (f"{step}.tmp-{temporary}" if is_local(self.directory) else str(step))
+
+        def prepare() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.directory)
             _check_space(self.directory, trees, source_files)
+            staging.mkdir()
+
+        def describe() -> None:
+            _copy_files(source_files, staging / HF_SOURCE)
+            _write_train_state(staging, state)
+
+        def publish() -> None:
+            _sync(staging)
+            _mark_complete(staging)
+            _publish(staging, final)
+
+        with _explained(f"checkpoint of step {step} was not saved in {self.directory}", latest):
             try:
-                staging.mkdir()
-                state = _TrainState(
-                    step, {t: {n: record(x) for n, x in v.items()} for t, v in trees.items()}, dict(extra)
-                )
+                processes.by_first(prepare)
+                state = _TrainState(step, {tree: _records(leaves) for tree, leaves in trees.items()}, dict(extra))
                 for tree, leaves in trees.items():
                     _write_tree(staging / tree, leaves)
-                _copy_files(source_files, staging / HF_SOURCE)
-                _write_train_state(staging, state)
-                _verify(staging, state)
-                _sync(staging)
-                _mark_complete(staging)
-                _publish(staging, final)
+                processes.by_first(describe)
+                processes.together(lambda: _verify(staging, state, jax.process_index(), jax.process_count()))
+                processes.by_first(publish)
             except BaseException:
-                if staging != final and not final.exists():
+                if processes.is_first() and staging != final and staging.exists() and not final.exists():
                     _delete(staging)
                 raise
         with _explained(f"checkpoint of step {step} is saved, but older ones could not be deleted", step):
-            _prune(self.directory, self.keep)
+            processes.by_first(lambda: _prune(self.directory, self.keep))
 
     def make_room(self, params: Any, optimizer_state: Any, hf_source: epath.PathLike) -> None:
         """For the start of a run: deletes what unfinished saves left, and raises StoreError where the disk has no
         room for one checkpoint. The trees may be of jax.ShapeDtypeStruct.
         """
         trees = {MODEL_PARAMS: named_leaves(params), OPTIMIZER_STATE: named_leaves(optimizer_state)}
-        with _explained(f"no checkpoint could be saved in {self.directory}", self.latest()):
+
+        def check() -> None:
             if self.directory.exists():
                 _remove_leftovers(self.directory)
             there = self.directory
             while is_local(there) and not there.exists():
                 there = there.parent
             _check_space(there, trees, _non_weight_files(epath.Path(hf_source)))
+
+        with _explained(f"no checkpoint could be saved in {self.directory}", self.latest()):
+            processes.by_first(check)
 
     def restore(self, step: int, like_params: Any, like_optimizer_state: Any) -> tuple[Any, Any, dict[str, Any]]:
         """(params, optimizer_state, extra) of a checkpoint, bit for bit, in the structure of the `like`
@@ -194,8 +222,9 @@ def find_checkpoint(path: epath.PathLike) -> epath.Path | None:
     return None
 
 
-def load_model_params(path: epath.PathLike) -> dict[str, Any]:
-    """The parameters of the checkpoint `<step>` or `<step>/model_params` as nested dicts of NumPy arrays.
+def load_model_params(path: epath.PathLike, dtype: Any = None, shardings: Any = None) -> dict[str, Any]:
+    """The parameters of the checkpoint `<step>` or `<step>/model_params` as nested dicts: NumPy arrays, or jax arrays
+    where there is a tree of `shardings`; of `dtype`, or as stored.
 
     Raises StoreError when the path is no complete checkpoint and when it is damaged.
     """
@@ -206,8 +235,10 @@ def load_model_params(path: epath.PathLike) -> dict[str, Any]:
             f".../<step>/{MODEL_PARAMS} next to {TRAIN_STATE} and {COMPLETE}"
         )
     try:
-        state = _read_train_state(checkpoint)
-        return nested(dict(_checked_arrays(checkpoint, MODEL_PARAMS, state)))
+        records = _read_train_state(checkpoint).records[MODEL_PARAMS]
+        wanted = {name: None for name in records} if shardings is None else named_leaves(shardings)
+        _check_names(f"checkpoint {checkpoint}: {MODEL_PARAMS}", records, wanted)
+        return nested(dict(_checked_leaves(checkpoint, MODEL_PARAMS, records, wanted, dtype)))
     except _DamagedError as e:
         _raise_damaged(checkpoint, e)
 
@@ -267,6 +298,14 @@ def _check_space(directory: epath.Path, trees: Mapping[str, Mapping[str, Any]], 
         )
 
 
+def _records(leaves: Mapping[str, Any]) -> dict[str, LeafRecord]:
+    """A record of every array, from what each process has of it."""
+    own = processes.together(lambda: {name: own_checksums(leaf) for name, leaf in leaves.items()})
+    gathered = processes.gather(own)
+    merged = {name: {r: c for found in gathered for r, c in found[name].items()} for name in leaves}
+    return {name: LeafRecord.of_parts(*_shape_dtype(leaf), merged[name]) for name, leaf in leaves.items()}
+
+
 def _write_tree(path: epath.Path, leaves: Mapping[str, Any]) -> None:
     write_arrays(path, leaves)
 
@@ -290,11 +329,12 @@ def _write_train_state(staging: epath.Path, state: _TrainState) -> None:
     (staging / TRAIN_STATE).write_text(json.dumps(content, indent=1))
 
 
-def _verify(staging: epath.Path, state: _TrainState) -> None:
-    """Reads everything back: arrays against the records taken from memory, the state for equality."""
-    for tree in state.records:
-        for _ in _checked_arrays(staging, tree, state):
-            pass
+def _verify(staging: epath.Path, state: _TrainState, process: int = 0, processes: int = 1) -> None:
+    """Reads everything back, or a process its share of it: arrays against the records taken from memory, the state
+    for equality."""
+    for tree, records in state.records.items():
+        parts = [(name, *part) for name, leaf in records.items() for part in leaf.checksums]
+        _check_parts(staging, tree, records, parts[process::processes])
     content = json.loads((staging / TRAIN_STATE).read_text())
     if content["extra"] != state.extra:
         raise _DamagedError(f"{TRAIN_STATE} does not read back as written")
@@ -351,30 +391,86 @@ def _read_train_state(checkpoint: epath.Path) -> _TrainState:
     return _TrainState(content["step"], records, content["extra"])
 
 
-def _checked_arrays(checkpoint: epath.Path, tree: str, state: _TrainState) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a tree by name, each compared with its record."""
-    records = state.records[tree]
+@contextmanager
+def _reader(checkpoint: epath.Path, tree: str) -> Iterator[Callable[[str, LeafRecord, Region, int], np.ndarray]]:
+    """A function that reads a region of an array and compares it with its checksum."""
+    opened: list[OrbaxReader] = []
+
+    def read(name: str, leaf: LeafRecord, region: Region, crc32: int) -> np.ndarray:
+        if not opened:
+            opened.append(OrbaxReader(checkpoint / tree))
+        stored = opened[0].array(name.replace("/", "."))
+        if (stored.shape, str(stored.dtype)) != (leaf.shape, leaf.dtype):
+            raise _DamagedError(f"{tree}: {name} reads back as {stored.dtype}{list(stored.shape)}, {leaf} was written")
+        array = opened[0].read(name.replace("/", "."), index_of(region))
+        if (found := checksum(array)) != crc32:
+            raise _DamagedError(
+                f"{tree}: {name} reads back as another array: its checksum is {found}, {crc32} was written"
+            )
+        return array
+
     try:
-        for name, array in read_arrays(checkpoint / tree, records):
-            found = record(array)
-            if found != records[name]:
-                raise _DamagedError(f"{tree}: {name} reads back as {found}, {records[name]} was written")
-            yield name, array
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        # What Orbax and TensorStore raise for missing, truncated and garbled files, down to broken JSON.
+        yield read
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as e:
+        # What TensorStore raises for missing, truncated and garbled files, down to broken JSON.
         raise _DamagedError(f"{tree} cannot be read ({_first_line(e)})") from e
+
+
+def _check_parts(
+    checkpoint: epath.Path, tree: str, records: Mapping[str, LeafRecord], parts: Sequence[tuple[str, Region, int]]
+) -> None:
+    with _reader(checkpoint, tree) as read:
+        for name, region, crc32 in parts:
+            read(name, records[name], region, crc32)
+
+
+def _checked_leaves(
+    checkpoint: epath.Path,
+    tree: str,
+    records: Mapping[str, LeafRecord],
+    shardings: Mapping[str, jax.sharding.Sharding | None],
+    dtype: Any = None,
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    """The arrays of a tree by name, each part that is read compared with its checksum. Of an array with a sharding the
+    parts are read of which this process holds something; memory holds the array's share and one part more."""
+    with _reader(checkpoint, tree) as read:
+        for name, leaf in records.items():
+            sharding, as_type = shardings[name], jax.numpy.dtype(dtype or leaf.dtype)
+            regions = regions_of(sharding, leaf.shape)
+            buffers: dict[Region, np.ndarray] = {}
+            for part, crc32 in leaf.checksums:
+                shared = {region: both for region in regions if (both := overlap(region, part)) or region == part}
+                if not shared:
+                    continue
+                array = read(name, leaf, part, crc32).astype(as_type, copy=False)
+                for region, both in shared.items():
+                    if region == part:
+                        buffers[region] = array
+                        continue
+                    if region not in buffers:
+                        buffers[region] = np.empty([b - a for a, b in region], as_type)
+                    buffers[region][index_of(both, region)] = array[index_of(both, part)]
+            yield name, array_of(leaf.shape, sharding, buffers)
 
 
 def _restore_tree(checkpoint: epath.Path, tree: str, state: _TrainState, like: Any) -> Any:
     likes = named_leaves(like)
-    leaves = {name: _in_kind_of(likes[name], array) for name, array in _checked_arrays(checkpoint, tree, state)}
+    shardings = {name: _sharding_of(x) for name, x in likes.items()}
+    leaves = {
+        name: _in_kind_of(likes[name], array)
+        for name, array in _checked_leaves(checkpoint, tree, state.records[tree], shardings)
+    }
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in likes])
 
 
-def _in_kind_of(like: Any, array: np.ndarray) -> Any:
+def _sharding_of(like: Any) -> jax.sharding.Sharding | None:
+    """Where an array like this goes; None for what stays on the host."""
     if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-        # may_alias=False: an update that donates its inputs must own them.
-        return jax.device_put(array, like.sharding, may_alias=False)
+        return like.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return None
+
+
+def _in_kind_of(like: Any, array: Any) -> Any:
     if isinstance(like, bool | int | float):
         return array.item()
     return array[()] if isinstance(like, np.generic) else array
@@ -382,11 +478,7 @@ def _in_kind_of(like: Any, array: np.ndarray) -> Any:
 
 def _check_fit(what: str, records: Mapping[str, LeafRecord], likes: Mapping[str, Any]) -> None:
     """Raises StoreError naming the leaves that checkpoint and run do not have in common."""
-    problems = []
-    if missing := [n for n in likes if n not in records]:
-        problems.append(f"this run has {_some(missing)}, the checkpoint has not")
-    if left_over := [n for n in records if n not in likes]:
-        problems.append(f"the checkpoint has {_some(left_over)}, this run has not")
+    problems = _names_that_differ(records, likes)
     for name in (n for n in likes if n in records):
         stored = (records[name].shape, records[name].dtype)
         wanted = _shape_dtype(likes[name])
@@ -400,6 +492,20 @@ def _check_fit(what: str, records: Mapping[str, LeafRecord], likes: Mapping[str,
             f"{what} do not fit this run: {shown}. A run resumes with the "
             "model_name, optimizer, weight_dtype and mu_dtype that it was started with"
         )
+
+
+def _names_that_differ(records: Mapping[str, LeafRecord], likes: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if missing := [n for n in likes if n not in records]:
+        problems.append(f"this run has {_some(missing)}, the checkpoint has not")
+    if left_over := [n for n in records if n not in likes]:
+        problems.append(f"the checkpoint has {_some(left_over)}, this run has not")
+    return problems
+
+
+def _check_names(what: str, records: Mapping[str, LeafRecord], likes: Mapping[str, Any]) -> None:
+    if problems := _names_that_differ(records, likes):
+        raise StoreError(f"{what} do not fit this model: {'; '.join(problems)}")
 
 
 def _raise_damaged(checkpoint: epath.Path, cause: _DamagedError) -> NoReturn:

@@ -1,11 +1,11 @@
-"""Training checkpoints as sources and sinks of rows, and a parameter tree in memory as a sink.
+"""Training checkpoints as sources and sinks of rows.
 
 The tree's stacked arrays are read and written leaf by leaf; what a Hugging Face tensor is of them says the
 family's tensor map. A conversion writes no optimizer state: the result is something to start from.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class TreeSource:
 
             def read(leaf: str = leaf) -> Params:
                 array = self._reader.read(leaf.replace("/", "."))
-                if record(array) != self._records[leaf]:
+                if record(array, self._records[leaf]) != self._records[leaf]:
                     raise CheckpointError(f"{self._checkpoint}: {leaf} is not what was written; it is damaged")
                 return nested({leaf: array})
 
@@ -56,27 +56,6 @@ class TreeSource:
 
     def largest_work(self, sink: Sink) -> int:
         return max(work.nbytes for work in self.work(sink))
-
-
-class ParamsSink:
-    """A parameter tree in memory, of NumPy arrays of one dtype."""
-
-    takes_halves = False
-
-    def __init__(self, spec: ModelSpec, dtype: Any) -> None:
-        self._mappings = {m.name: m for m in tensor_map(spec)}
-        self._dtype = np.dtype(dtype)
-        self.params: Params = _map_infos(lambda info: np.empty(info.shape, self._dtype), param_infos(spec))
-
-    def unit(self, tensor: str) -> int:
-        return self._mappings[tensor].hf_shape[0]
-
-    def write(self, piece: Piece) -> None:
-        mapping = self._mappings[piece.tensor]
-        rows = cast(piece.rows, self._dtype)
-        if not is_finite(rows):
-            raise CheckpointError(f"{piece.tensor} overflows {self._dtype}")
-        mapping.slot(self.params)[...] = mapping.to_tree(rows)
 
 
 class TreeSink:
@@ -164,9 +143,3 @@ def _named(tree: Any, prefix: str, out: dict[str, ParamInfo]) -> None:
         return
     for key, child in tree.items():
         _named(child, f"{prefix}/{key}" if prefix else key, out)
-
-
-def _map_infos(make: Callable[[ParamInfo], Any], tree: Any) -> Any:
-    if isinstance(tree, ParamInfo):
-        return make(tree)
-    return {key: _map_infos(make, child) for key, child in tree.items()}

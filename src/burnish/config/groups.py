@@ -580,12 +580,26 @@ class RLOptions(Options):
         unit="nats",
         gt=0,
     )
-    off_policy_steps: Annotated[int, OneDevice((0,), "sampling and training take turns")] = option(
-        0, "How many updates old a rollout may be", unit="updates"
+    off_policy_steps: int = option(
+        0,
+        "How many steps old the weights may be that sample a batch: 0 samples with the newest; 1 or more samples the "
+        "next batch while this one is trained on, with weights one step old, which needs sampler_devices_fraction",
+        unit="steps",
+        ge=0,
     )
-    reshard_chunk_size: Annotated[
-        int | None, OneDevice((None,), "sampler and trainer share their devices, so no weights are moved")
-    ] = option(None, "Weight arrays moved from trainer to sampler at once")
+    importance_weight_cap: float = option(
+        2.0,
+        "With rl.off_policy_steps, a token counts by how much likelier the trainer's weights make it than those that "
+        "sampled it, up to this",
+        gt=0,
+    )
+    reshard_chunk_size: int | None = option(
+        None,
+        "Weight arrays moved from trainer to sampler at once, where each has its own devices or vLLM samples; null "
+        "moves all (256 MB to vLLM)",
+        unit="arrays",
+        ge=1,
+    )
 
     @property
     def resolved_epsilon_high(self) -> float:
@@ -682,32 +696,96 @@ class RewardStackOptions(Options):
         return self
 
 
-_MESH = "this version runs on one device"
-MeshSize = Annotated[int, OneDevice((1, -1), _MESH)]
-WholeFraction = Annotated[float, OneDevice((1.0,), "the same device samples and trains in turn")]
+def _one_is_left_over(options: Options, *names: str) -> None:
+    """Raises ValueError where more than one of these options is -1."""
+    left_over = [name for name in names if getattr(options, name) == -1]
+    if len(left_over) > 1:
+        raise ValueError(
+            f"{' and '.join(f'{name}=-1' for name in left_over)}: at most one axis can be what is left over"
+        )
 
 
-class DeviceOptions(Options):
-    """Options of MaxText's command lines whose subject this version does not have: see fields.OneDevice."""
-
+class MeshOptions(Options):
     section: ClassVar[str] = "Devices and other engines"
 
-    chips_per_vm: Annotated[int | None, OneDevice((), "it describes the machine; one device of it is used")] = option(
+    allow_split_physical_axes: bool = option(
+        False, "Let a mesh axis span parts of several physical axes of the machine, where sizes allow no other way"
+    )
+
+
+class TrainerMeshOptions(MeshOptions):
+    """The mesh on which weights are trained: the product of its axes is the number of devices of a slice."""
+
+    ici_data_parallelism: AllOrCount = option(
+        1,
+        "Trainer's mesh: copies of the weights, each with its share of the rows; -1 is what is left over",
+        unit="devices",
+    )
+    ici_fsdp_parallelism: AllOrCount = option(
+        -1,
+        "Trainer's mesh: parts that weights, moments and rows are split into, a layer's weights being gathered when it "
+        "is computed; -1 is what is left over",
+        unit="devices",
+    )
+    ici_tensor_parallelism: AllOrCount = option(
+        1,
+        "Trainer's mesh: parts that heads, MLPs and vocabulary are split into; -1 is what is left over",
+        unit="devices",
+    )
+    ici_expert_parallelism: AllOrCount = option(
+        1,
+        "Trainer's mesh: parts that the experts and the rows are split into; -1 is what is left over",
+        unit="devices",
+    )
+    dcn_data_parallelism: AllOrCount = option(
+        -1, "Slices, each with a copy of the weights; -1 is as many as there are", unit="slices"
+    )
+
+    @model_validator(mode="after")
+    def _one_trainer_axis_takes_what_is_left(self) -> Self:
+        names = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism", "ici_expert_parallelism")
+        _one_is_left_over(self, *names)
+        return self
+
+
+class SamplerMeshOptions(MeshOptions):
+    """The mesh on which completions are sampled."""
+
+    rollout_data_parallelism: AllOrCount = option(
+        -1,
+        "Sampler's mesh: copies of the weights, each with its share of the completions; -1 is what is left over",
+        unit="devices",
+    )
+    rollout_tensor_parallelism: AllOrCount = option(
+        1,
+        "Sampler's mesh: parts that heads, MLPs and vocabulary are split into; -1 is what is left over",
+        unit="devices",
+    )
+    rollout_expert_parallelism: AllOrCount = option(
+        1, "Sampler's mesh: parts that the experts are split into; -1 is what is left over", unit="devices"
+    )
+
+    @model_validator(mode="after")
+    def _one_sampler_axis_takes_what_is_left(self) -> Self:
+        names = ("rollout_data_parallelism", "rollout_tensor_parallelism", "rollout_expert_parallelism")
+        _one_is_left_over(self, *names)
+        return self
+
+
+class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
+    """Which devices do what, and options of MaxText's command lines whose subject burnish does not have: see
+    fields.OneDevice."""
+
+    chips_per_vm: Annotated[int | None, OneDevice((), "JAX knows the chips of the machine")] = option(
         None, "Accelerator chips of each VM", unit="chips", ge=1
     )
-    trainer_devices_fraction: WholeFraction = option(1.0, "Share of the devices that trains")
-    sampler_devices_fraction: WholeFraction = option(1.0, "Share of the devices that samples")
-    ici_data_parallelism: MeshSize = option(1, "Mesh axis: data", unit="devices")
-    ici_fsdp_parallelism: MeshSize = option(-1, "Mesh axis: sharded weights", unit="devices")
-    ici_tensor_parallelism: MeshSize = option(1, "Mesh axis: tensor", unit="devices")
-    ici_expert_parallelism: MeshSize = option(1, "Mesh axis: experts", unit="devices")
-    dcn_data_parallelism: MeshSize = option(-1, "Mesh axis: data, between slices", unit="slices")
-    allow_split_physical_axes: Annotated[bool, OneDevice((), "one device has no axes to split")] = option(
-        False, "Let a mesh axis span several physical axes"
+    trainer_devices_fraction: float = option(
+        1.0,
+        "Share of the devices that trains, the first ones; with both shares 1 all devices do both in turn",
+        gt=0,
+        le=1,
     )
-    rollout_data_parallelism: MeshSize = option(-1, "Sampler's mesh axis: data", unit="devices")
-    rollout_tensor_parallelism: MeshSize = option(1, "Sampler's mesh axis: tensor", unit="devices")
-    rollout_expert_parallelism: MeshSize = option(1, "Sampler's mesh axis: experts", unit="devices")
+    sampler_devices_fraction: float = option(1.0, "Share of the devices that samples, the last ones", gt=0, le=1)
     scan_layers: Annotated[bool, OneDevice((True,), "layers are stacked and scanned")] = option(
         True, "Stack the layers and scan over them"
     )
@@ -727,20 +805,17 @@ class DeviceOptions(Options):
         option(False, "vLLM's data-parallel attention on TPU")
     )
 
+    @property
+    def has_split_devices(self) -> bool:
+        """Whether trainer and sampler have devices of their own."""
+        return (self.trainer_devices_fraction, self.sampler_devices_fraction) != (1.0, 1.0)
+
     @model_validator(mode="after")
-    def _one_axis_takes_what_is_left(self) -> Self:
-        for names in (
-            (
-                "ici_data_parallelism",
-                "ici_fsdp_parallelism",
-                "ici_tensor_parallelism",
-                "ici_expert_parallelism",
-            ),
-            ("rollout_data_parallelism", "rollout_tensor_parallelism", "rollout_expert_parallelism"),
-        ):
-            left_over = [name for name in names if getattr(self, name) == -1]
-            if len(left_over) > 1:
-                raise ValueError(
-                    f"{' and '.join(f'{name}=-1' for name in left_over)}: at most one axis can be what is left over"
-                )
+    def _shares_do_not_overlap(self) -> Self:
+        trainer, sampler = self.trainer_devices_fraction, self.sampler_devices_fraction
+        if self.has_split_devices and trainer + sampler > 1:
+            raise ValueError(
+                f"trainer_devices_fraction={trainer:g} and sampler_devices_fraction={sampler:g} overlap: give shares "
+                "that come to 1 at most, such as 0.5 and 0.5, or 1 and 1 for all devices doing both in turn"
+            )
         return self

@@ -28,11 +28,13 @@ from burnish.config.groups import (
     RLRunOptions,
     RolloutEngineOptions,
     RunOptions,
+    SamplerMeshOptions,
     SamplingOptions,
     StopOptions,
     TagOptions,
     TrainComputeOptions,
     TrainDataOptions,
+    TrainerMeshOptions,
     TrainStepOptions,
     WeightsOptions,
     check_divides,
@@ -98,6 +100,16 @@ class RunConfig(
     )
 
     @model_validator(mode="after")
+    def _old_weights_sample_elsewhere(self) -> Self:
+        if self.rl.off_policy_steps and not self.has_split_devices:
+            raise ValueError(
+                f"rl.off_policy_steps={self.rl.off_policy_steps} samples while it trains, for which the sampler needs "
+                "devices of its own: give trainer_devices_fraction=0.5 and sampler_devices_fraction=0.5, or "
+                "rl.off_policy_steps=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rollouts_fit_the_update(self) -> Self:
         check_divides("rollout_micro_batch_size", self.rollout_micro_batch_size, self.batch_size)
         if self.decode_sampling_temperature == 0 or self.decode_sampling_top_k == 1:
@@ -124,7 +136,16 @@ class RunConfig(
         return self.max_num_seqs or self.resolved_rollout_micro_batch_size * self.rl.num_generations
 
 
-class SFTConfig(CommandConfig, ModelOptions, RunOptions, TrainDataOptions, LengthOptions, TrainingConfig, TagOptions):
+class SFTConfig(
+    CommandConfig,
+    ModelOptions,
+    RunOptions,
+    TrainDataOptions,
+    LengthOptions,
+    TrainingConfig,
+    TagOptions,
+    TrainerMeshOptions,
+):
     """Options of sft."""
 
     section: ClassVar[str] = "Fine-tuning"
@@ -155,6 +176,7 @@ class EvalConfig(
     ComputeOptions,
     TagOptions,
     RewardStackOptions,
+    SamplerMeshOptions,
 ):
     """Options of evaluate."""
 
@@ -171,7 +193,9 @@ class EvalConfig(
         return self.max_num_seqs or self.eval_batch_size * self.num_eval_passes
 
 
-class ChatConfig(CommandConfig, ModelOptions, LengthOptions, SamplingOptions, StopOptions, ComputeOptions):
+class ChatConfig(
+    CommandConfig, ModelOptions, LengthOptions, SamplingOptions, StopOptions, ComputeOptions, SamplerMeshOptions
+):
     """Options of chat."""
 
     max_prefill_predict_length: int = option(

@@ -10,13 +10,14 @@ scores are a large negative finite number, so a row that sees nothing stays fini
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from burnish.models.spec import ModelSpec
+from burnish.parallel.rules import Part, per_device
 
 MASKED = -1e30
 BLOCK = 128
@@ -66,10 +67,39 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     """
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
-    visible = visibility(segments, branches, positions, spec.window)
-    if T <= PLAIN_UP_TO or block is None:
-        return plain_attention(visible, scoring(spec))
-    return block_attention(visible, block, scoring(spec))
+    score = scoring(spec)
+
+    def see(part: Part, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Any:
+        visible = visibility(segments, branches, positions, spec.window)
+        return visible if T <= PLAIN_UP_TO or block is None else block_plan(visible, block)
+
+    # Once for all layers; on a mesh a device knows only its own rows.
+    rows = ("batch",)
+    seen = per_device(see, [rows] * 3, rows)(segments, branches, positions)
+    leaves, treedef = jax.tree.flatten(seen)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def on_part(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, *leaves: jax.Array) -> jax.Array:
+            k, v = own_kv_heads(part, q, k, v, spec)
+            seen = jax.tree.unflatten(treedef, leaves)
+            return (block_attention if isinstance(seen, BlockPlan) else plain_attention)(seen, score)(q, k, v)
+
+        heads, kv_heads = ("batch", "length", "heads"), ("batch", "length", "kv_heads")
+        axes = [heads, kv_heads, kv_heads, *([rows] * len(leaves))]
+        return per_device(on_part, axes, heads, checked=False)(q, k, v, *leaves)
+
+    return attend
+
+
+def own_kv_heads(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
+    """Of keys and values (…, K, N) the heads that the query heads (…, H, N) of this part of a mesh attend to. All,
+    unless query heads are split over more devices than there are kv heads."""
+    if not part.is_split("heads") or part.is_split("kv_heads"):
+        return k, v
+    per_kv_head = spec.num_heads // spec.num_kv_heads
+    first = part.index("heads") * q.shape[-2] // per_kv_head
+    count = max(1, q.shape[-2] // per_kv_head)
+    return tuple(jax.lax.dynamic_slice_in_dim(x, first, count, axis=-2) for x in (k, v))  # type: ignore[return-value]
 
 
 def plain_attention(visible: jax.Array, score: Scoring) -> Attend:
@@ -113,9 +143,9 @@ def block_plan(visible: jax.Array, block: int) -> BlockPlan:
     )
 
 
-def block_attention(visible: jax.Array, block: int, score: Scoring) -> Attend:
-    """`packed_attention` over the visible blocks only; visible (B, T, T) bool, `block` divides T."""
-    plan = block_plan(visible, block)
+def block_attention(plan: BlockPlan, score: Scoring) -> Attend:
+    """`packed_attention` over the visible blocks only."""
+    block = plan.mask.shape[-1]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         B, T, H, N = q.shape

@@ -20,6 +20,7 @@ from burnish.models.moe import Load, Routing, apply_experts, load_of, route
 from burnish.models.params import Params, head
 from burnish.models.rope import apply_rope, rope_tables
 from burnish.models.spec import ModelSpec, per_kind
+from burnish.parallel.rules import Part, constrain, per_device
 
 Tables = tuple[jax.Array, jax.Array]
 """cos and sin, each (..., N/2) float32."""
@@ -90,14 +91,19 @@ def activation(spec: ModelSpec, x: jax.Array) -> jax.Array:
     return jax.nn.silu(x) if spec.activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 
+def split(x: jax.Array, *last: str) -> jax.Array:
+    """x (B, …) constrained on a mesh: the first axis is the batch, the last ones have these logical names."""
+    return constrain(x, "batch", *[None] * (x.ndim - 1 - len(last)), *last)
+
+
 def layer(spec: ModelSpec, p: Params, x: jax.Array, rope: Tables, attend: Attend) -> tuple[jax.Array, Routing | None]:
     """One decoder layer, of the model or kind `spec` (no pattern: `ModelSpec.at`). x (..., D); p: this layer's arrays.
 
     Returns x after the layer, and where its router sent the tokens if it has experts.
     """
-    x = x + _attention(spec, p, norm(spec, x, p["input_norm"]), rope, attend)
+    x = split(x + _attention(spec, p, norm(spec, x, p["input_norm"]), rope, attend), "width")
     y, routing = _feed_forward(spec, p, x)
-    x = x + y
+    x = split(x + y, "width")
     if "layer_scalar" in p:
         x = x * jax.lax.stop_gradient(p["layer_scalar"]).astype(x.dtype)
     return x, routing
@@ -112,6 +118,7 @@ def _attention(spec: ModelSpec, p: Params, h: jax.Array, rope: Tables, attend: A
     if spec.v_norm:
         v = normalise(v, spec.rms_norm_eps).astype(v.dtype)
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    q, k, v = split(q, "heads", "head_dim"), split(k, "kv_heads", "head_dim"), split(v, "kv_heads", "head_dim")
     y = linear(attend(q, k, v), p["o_proj"], p.get("o_bias"), in_axes=2)
     return norm(spec, y, p["attention_output_norm"]) if spec.output_norms else y
 
@@ -134,20 +141,39 @@ def _feed_forward(spec: ModelSpec, p: Params, x: jax.Array) -> tuple[jax.Array, 
 
 def _mlp(spec: ModelSpec, p: Params, h: jax.Array) -> jax.Array:
     gate = activation(spec, linear(h, p["gate_proj"], p.get("gate_bias")))
-    return linear(gate * linear(h, p["up_proj"], p.get("up_bias")), p["down_proj"], p.get("down_bias"))
+    hidden = split(gate * linear(h, p["up_proj"], p.get("up_bias")), "mlp")
+    return linear(hidden, p["down_proj"], p.get("down_bias"))
 
 
 def _experts(spec: ModelSpec, p: Params, h: jax.Array, read: jax.Array) -> tuple[jax.Array, Routing]:
     """h (..., D) for the experts, `read` (..., D) float32 for the router."""
     D = spec.d_model
-    routing = route(spec, p, read.reshape(-1, D))
-    y = apply_experts(spec, p, h.reshape(-1, D), routing, lambda a: activation(spec, a))
+    routing = route(spec, p, split(read.reshape(-1, D), "width"))
+    y = apply_experts(spec, p, split(h.reshape(-1, D), "width"), routing, lambda a: activation(spec, a))
     return y.reshape(h.shape), routing
 
 
 def embed(spec: ModelSpec, params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
     """tokens (...) int32 -> (..., D) in `dtype`."""
-    x = jnp.take(params["embed"], tokens, axis=0).astype(dtype)
+
+    def look_up(part: Part, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        # A device looks its columns of the table up for every row of its fsdp group, and gives the others theirs:
+        # what is moved are the few rows of the table that are wanted.
+        exchange = part.is_split("embed") and part.is_split("batch")
+        if exchange:
+            tokens = jax.lax.all_gather(tokens, part.names["embed"], axis=0, tiled=True)
+        if part.is_split("vocab"):
+            own = tokens - part.index("vocab") * table.shape[0]
+            here = (own >= 0) & (own < table.shape[0])
+            x = jnp.take(table, jnp.where(here, own, 0), axis=0).astype(dtype)
+            x = part.sum(jnp.where(here[..., None], x, 0), "vocab")
+        else:
+            x = jnp.take(table, tokens, axis=0).astype(dtype)
+        if exchange:
+            return jax.lax.all_to_all(x, part.names["embed"], split_axis=0, concat_axis=x.ndim - 1, tiled=True)
+        return part.gather(x, "embed", x.ndim - 1)
+
+    x = per_device(look_up, [("vocab", "embed"), ("batch",)], ("batch",))(params["embed"], tokens)
     return x if spec.embed_scale == 1.0 else x * jnp.asarray(spec.embed_scale, dtype)
 
 
@@ -164,7 +190,7 @@ def unembed(spec: ModelSpec, params: Params, hidden: jax.Array) -> jax.Array:
         (((hidden.ndim - 1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    return soft_cap(logits, spec.final_softcap)
+    return soft_cap(split(logits, "vocab"), spec.final_softcap)
 
 
 def ropes(spec: ModelSpec, positions: jax.Array) -> list[Tables]:
@@ -218,6 +244,7 @@ def forward_with_load(
 ) -> tuple[jax.Array, Load | None]:
     """`forward`, and how the routers of all layers with experts spread the tokens that are no padding."""
     branches = jnp.zeros_like(segments) if branches is None else branches
+    tokens, positions, segments, branches = map(split, (tokens, positions, segments, branches))
     counts = (segments != 0).reshape(-1)
     size = len(spec.pattern)
     kinds = [spec.at(i) for i in range(size)]
@@ -236,7 +263,7 @@ def forward_with_load(
             loads += [] if load is None else [load]
         return x, loads
 
-    x = embed(spec, params, tokens, dtype)
+    x = split(embed(spec, params, tokens, dtype), "width")
     loads: list[Load] = []
     if spec.num_layers >= size:
         x, loads = jax.lax.scan(block, x, params["layers"])

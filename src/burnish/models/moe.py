@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from burnish.models.params import Params
 from burnish.models.spec import ModelSpec
+from burnish.parallel.rules import Part, per_device
 
 
 class Routing(NamedTuple):
@@ -37,19 +38,56 @@ def route(spec: ModelSpec, p: Params, x: jax.Array) -> Routing:
 
 
 def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, activation) -> jax.Array:
-    """x (T, D), what the experts read -> (T, D) in x's dtype: the weighted sum of each token's experts."""
+    """x (T, D), what the experts read -> (T, D) in x's dtype: the weighted sum of each token's experts.
+
+    On a mesh every device of an expert group gets the tokens of the whole group and runs those that go to its own
+    experts, and the group adds up what they came to. Sending each token only to where its experts are would need
+    room for the worst case, which is all tokens, so there would be nothing to gain in memory; and with several
+    experts a token, most tokens go to most devices anyway.
+    """
     assert spec.experts is not None
-    T, D = x.shape
-    E, A, F = spec.experts.num_experts, spec.experts.num_active, spec.experts.d_expert
-    chosen = routing.experts.reshape(T * A)
+    gate_up, down = p["expert_gate_up_proj"].astype(x.dtype), p["expert_down_proj"].astype(x.dtype)
+
+    def on_part(
+        part: Part, x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        gate_up, down = part.gather(gate_up, "embed", 1), part.gather(down, "embed", 2)
+        grouped = part.is_split("experts") and part.is_split("batch")
+        if grouped:
+            x, chosen, weights = (part.gather(a, "experts", 0) for a in (x, chosen, weights))
+        y = part.sum(_own_experts(part, x, chosen, weights, gate_up, down, activation), "mlp")
+        return (part.scatter_sum(y, "experts", 0) if grouped else part.sum(y, "experts")).astype(x.dtype)
+
+    rows = ("batch",)
+    axes = [rows, rows, rows, ("experts", "embed", None, "mlp"), ("experts", "mlp", "embed")]
+    return per_device(on_part, axes, rows)(x, routing.experts, routing.weights, gate_up, down)
+
+
+def _own_experts(
+    part: Part, x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, activation
+) -> jax.Array:
+    """x (T, D), chosen and weights (T, A), gate_up (E, D, 2, F), down (E, F, D) of this part's experts -> (T, D)
+    float32: what these experts add to each token."""
+    (T, D), A = x.shape, chosen.shape[1]
+    E, _, _, F = gate_up.shape
+    chosen = chosen.reshape(T * A)
+    if part.is_split("experts"):
+        own = chosen - part.index("experts") * E
+        here = (own >= 0) & (own < E)
+        chosen = jnp.where(here, own, E)  # other devices' pairs come last, in no group
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=E).astype(jnp.int32)
-    h = jax.lax.ragged_dot(x[order // A], p["expert_gate_up_proj"].astype(x.dtype).reshape(E, D, 2 * F), sizes)
+    rows = x[order // A]
+    if part.is_split("experts"):  # what comes of a row in no group is undefined, forwards and backwards
+        rows = jnp.where(here[order][:, None], rows, 0)
+    h = jax.lax.ragged_dot(rows, gate_up.reshape(E, D, 2 * F), sizes)
     h = activation(h[:, :F]) * h[:, F:]
-    h = jax.lax.ragged_dot(h, p["expert_down_proj"].astype(x.dtype), sizes)
+    h = jax.lax.ragged_dot(h, down, sizes)
     # Back in the tokens' order, so that a token's experts are summed in one order, the most probable first.
-    h = h[jnp.argsort(order)].reshape(T, A, D)
-    return jnp.sum(h.astype(jnp.float32) * routing.weights[..., None], axis=1).astype(x.dtype)
+    h = h[jnp.argsort(order)].astype(jnp.float32)
+    if part.is_split("experts"):
+        h = jnp.where(here[:, None], h, 0)
+    return jnp.sum(h.reshape(T, A, D) * weights[..., None], axis=1)
 
 
 class Load(NamedTuple):

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from burnish.models.spec import ModelSpec
+from burnish.parallel import rules
 
 Params = dict[str, Any]
 Init = Literal["normal", "output", "ones", "zeros"]
@@ -50,12 +52,12 @@ def layer_infos(spec: ModelSpec) -> dict[str, ParamInfo]:
     D, H, K, N, F = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.d_mlp
     norm: Init = "zeros" if spec.norm_offset else "ones"
     infos = {
-        "input_norm": ParamInfo((D,), ("embed",), norm),
+        "input_norm": ParamInfo((D,), ("width",), norm),
         "q_proj": ParamInfo((D, H, N), ("embed", "heads", "head_dim")),
         "k_proj": ParamInfo((D, K, N), ("embed", "kv_heads", "head_dim")),
         "v_proj": ParamInfo((D, K, N), ("embed", "kv_heads", "head_dim")),
         "o_proj": ParamInfo((H, N, D), ("heads", "head_dim", "embed"), "output"),
-        "post_attention_norm": ParamInfo((D,), ("embed",), norm),
+        "post_attention_norm": ParamInfo((D,), ("width",), norm),
     }
     if spec.keys_are_values:
         del infos["v_proj"]
@@ -72,25 +74,25 @@ def layer_infos(spec: ModelSpec) -> dict[str, ParamInfo]:
         infos["k_bias"] = ParamInfo((K, N), ("kv_heads", "head_dim"), "zeros")
         infos["v_bias"] = ParamInfo((K, N), ("kv_heads", "head_dim"), "zeros")
     if spec.output_bias:
-        infos["o_bias"] = ParamInfo((D,), ("embed",), "zeros")
+        infos["o_bias"] = ParamInfo((D,), ("width",), "zeros")
     if spec.mlp_bias:
         infos["gate_bias"] = ParamInfo((F,), ("mlp",), "zeros")
         infos["up_bias"] = ParamInfo((F,), ("mlp",), "zeros")
-        infos["down_bias"] = ParamInfo((D,), ("embed",), "zeros")
+        infos["down_bias"] = ParamInfo((D,), ("width",), "zeros")
     if spec.output_norms:
-        infos["attention_output_norm"] = ParamInfo((D,), ("embed",), norm)
-        infos["mlp_output_norm"] = ParamInfo((D,), ("embed",), norm)
+        infos["attention_output_norm"] = ParamInfo((D,), ("width",), norm)
+        infos["mlp_output_norm"] = ParamInfo((D,), ("width",), norm)
     if experts is not None:
         E, Fe = experts.num_experts, experts.d_expert
-        infos["router"] = ParamInfo((D, E), ("embed", "experts"))
+        infos["router"] = ParamInfo((D, E), ("embed", "routes"))
         infos["expert_gate_up_proj"] = ParamInfo((E, D, 2, Fe), ("experts", "embed", "gate_up", "mlp"))
         infos["expert_down_proj"] = ParamInfo((E, Fe, D), ("experts", "mlp", "embed"), "output")
         if experts.beside_mlp:
-            infos["router_scale"] = ParamInfo((D,), ("embed",), "ones")
-            infos["expert_scale"] = ParamInfo((E,), ("experts",), "ones")
-            infos["expert_norm"] = ParamInfo((D,), ("embed",), norm)
-            infos["expert_output_norm"] = ParamInfo((D,), ("embed",), norm)
-            infos["dense_output_norm"] = ParamInfo((D,), ("embed",), norm)
+            infos["router_scale"] = ParamInfo((D,), ("width",), "ones")
+            infos["expert_scale"] = ParamInfo((E,), ("routes",), "ones")
+            infos["expert_norm"] = ParamInfo((D,), ("width",), norm)
+            infos["expert_output_norm"] = ParamInfo((D,), ("width",), norm)
+            infos["dense_output_norm"] = ParamInfo((D,), ("width",), norm)
     if spec.layer_scalar:
         infos["layer_scalar"] = ParamInfo((1,), ("one",), "ones")
     return infos
@@ -121,7 +123,7 @@ def param_infos(spec: ModelSpec) -> Params:
     tree: Params = {
         "embed": ParamInfo((V, D), ("vocab", "embed")),
         "layers": stack(0) if size == 1 else {str(i): stack(i) for i in range(size) if blocks},
-        "final_norm": ParamInfo((D,), ("embed",), "zeros" if spec.norm_offset else "ones"),
+        "final_norm": ParamInfo((D,), ("width",), "zeros" if spec.norm_offset else "ones"),
     }
     if rest:
         tree["tail"] = {str(i): layer_infos(spec.at(i)) for i in range(rest)}
@@ -145,6 +147,15 @@ def init_params(spec: ModelSpec, key: jax.Array, dtype: Any = np.float32, std: f
             scale = std / np.sqrt(2 * spec.num_layers) if info.init == "output" else std
             arrays.append((scale * jax.random.normal(jax.random.fold_in(key, i), info.shape)).astype(dtype))
     return jax.tree.unflatten(treedef, arrays)
+
+
+def param_shardings(spec: ModelSpec, mesh: Mesh) -> Params:
+    """The NamedSharding of each array on `mesh`. Raises MeshError where a size does not divide."""
+    return jax.tree.map(
+        lambda info: rules.sharding(info.axes, info.shape, mesh),
+        param_infos(spec),
+        is_leaf=lambda x: isinstance(x, ParamInfo),
+    )
 
 
 def num_params(spec: ModelSpec) -> int:

@@ -56,7 +56,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "Mean |sampler logprob - trainer logprob| per sampled token, before the update. Rounding only: about "
         "1e-6 in float32, 1e-2 in bfloat16. More means that sampler and trainer do not run the same model; "
-        "the run stops above rl.max_logprob_difference.",
+        "the run stops above rl.max_logprob_difference. With rl.off_policy_steps it is also what an update changed.",
     ),
     "logprob_difference/max": Metric("nats", "The largest such difference of the step."),
     "loss": Metric(
@@ -70,6 +70,17 @@ METRICS: dict[str, Metric] = {
         "share",
         "Tokens whose ratio was clipped; 0 with one on-policy update per batch, where every ratio is 1.",
     ),
+    "off_policy/steps": Metric(
+        "steps",
+        "How many steps old the weights were that sampled the tokens, on average (rl.off_policy_steps only, like the "
+        "two below).",
+    ),
+    "off_policy/weight": Metric(
+        "1",
+        "Mean importance weight of a token: how much likelier the trainer's weights make it than those that sampled "
+        "it, at most rl.importance_weight_cap. Near 1 is well.",
+    ),
+    "off_policy/truncated": Metric("share", "Tokens whose importance weight was cut to rl.importance_weight_cap."),
     "experts/load_max": Metric(
         "1", "Tokens of the busiest expert of any layer, in multiples of an even share (mixtures of experts only)."
     ),
@@ -93,6 +104,15 @@ METRICS: dict[str, Metric] = {
     "seconds/sampling": Metric("s", "Time to sample the step's completions."),
     "seconds/reward": Metric("s", "Time to score them."),
     "seconds/update": Metric("s", "Time for advantages, packing, forward, backward and optimizer."),
+    "seconds/waiting": Metric(
+        "s",
+        "Time that the trainer waited for the next step's completions, which were sampled meanwhile "
+        "(rl.off_policy_steps only). Much of it: sampling is the longer half, and wants more devices.",
+    ),
+    "seconds/reshard": Metric(
+        "s",
+        "Time to move the new weights to the sampler, where that is vLLM or has devices of its own; part of seconds/update.",
+    ),
     "seconds/checkpoint": Metric("s", "Time to save a checkpoint; 0 on steps without one."),
     "seconds/step": Metric("s", "Time of the whole step."),
     "tokens_per_second/sampling": Metric("tokens/s", "Sampled tokens per second of sampling."),

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from burnish.config.schema import EvalConfig
@@ -13,12 +12,13 @@ from burnish.rewards.metrics import format_eval_line, mean_pass_at_k
 from burnish.rewards.stack import RewardStack
 from burnish.rl import setup
 from burnish.rl.evaluate import evaluate_prompts
-from burnish.rl.loading import compute_dtype, open_model
+from burnish.rl.loading import open_model
 
 
 def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     """Evaluate the checkpoint of the options, print the figures and return them. Raises BurnishError."""
     model = open_model(cfg)
+    setup.check_sampler(cfg, model.spec, jax.devices())
     prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(setup.data_options(cfg), "eval"))
     console = Console()
     with RewardStack(setup.reward_options(cfg)) as stack, StepPrinter(1, console) as printer:
@@ -29,8 +29,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         total = len(prompts) * cfg.num_eval_passes
         longest = max(len(prompt.token_ids) for prompt in prompts)
         slots = min(cfg.resolved_max_num_seqs, total)
-        with setup.open_engine(model, cfg, longest, slots, printer.note) as engine:
-            engine.load_weights(jax.tree.map(jnp.asarray, model.load(_load_dtype(cfg.dtype))), 0)
+        with setup.open_engine(model, cfg, jax.devices(), longest, slots, printer.note) as engine:
+            engine.load_weights(setup.sampler_weights(model, cfg, jax.devices()), 0)
             evaluation = evaluate_prompts(
                 engine,
                 stack,
@@ -55,8 +55,3 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         "corr": stats.corr,
         "total": stats.total,
     }
-
-
-def _load_dtype(name: str) -> str:
-    """Weights are read in the type they are computed with: nothing is trained."""
-    return jnp.dtype(compute_dtype(name)).name

@@ -15,9 +15,11 @@ from burnish.config.schema import ChatConfig, GenerateConfig
 from burnish.data.tokenizer import RenderedPrompt, Tokenizer
 from burnish.data.types import Prompt
 from burnish.errors import BurnishError
+from burnish.models.params import param_shardings
 from burnish.observe.files import is_local, write_whole
 from burnish.observe.terminal import StepPrinter
 from burnish.rl import setup
+from burnish.rl.devices import check_model, sampler_mesh, sampler_sizes
 from burnish.rl.loading import ModelSource, compute_dtype, open_model
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import Group
@@ -170,9 +172,11 @@ def _fitting(messages: list[dict[str, str]], tokenizer: Tokenizer, limit: int) -
 
 
 def _engine(cfg: ChatConfig, model: ModelSource, longest_prompt: int, max_slots: int) -> BuiltinEngine:
-    engine = setup.make_engine(model, cfg, longest_prompt, max_slots, cfg.dtype)
-    params = model.load(jnp.dtype(compute_dtype(cfg.dtype)).name)
-    engine.load_weights(jax.tree.map(jnp.asarray, params), 0)
+    mesh = sampler_mesh(cfg, jax.devices())
+    check_model(model.spec, sampler_sizes(cfg, jax.devices()))
+    engine = setup.make_engine(model, cfg, longest_prompt, max_slots, cfg.dtype, mesh)
+    dtype = jnp.dtype(compute_dtype(cfg.dtype)).name
+    engine.load_weights(model.load(dtype, shardings=param_shardings(model.spec, mesh)), 0)
     return engine
 
 

@@ -46,10 +46,14 @@ class ModelSource:
     model_name: str | None
     maxtext: str | None = None
 
-    def load(self, dtype: str = "float32", console: Console | None = None) -> Params:
-        """The weights as NumPy arrays of `dtype` ("float32" or "bfloat16"), with a progress bar in a terminal."""
+    def load(
+        self, dtype: str = "float32", console: Console | None = None, *, shardings: Params | None = None
+    ) -> Params:
+        """The weights in `dtype` ("float32" or "bfloat16"), with a progress bar in a terminal: jax arrays that an
+        update may consume where there is a tree of `shardings`, of which this process reads what its devices hold;
+        else NumPy arrays."""
         if self.checkpoint is not None:
-            return jax.tree.map(lambda a: a.astype(jnp.dtype(dtype)), load_model_params(self.checkpoint))
+            return load_model_params(self.checkpoint, dtype, shardings)
         columns = (TextColumn("Reading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console or Console(), transient=True) as progress:
             task = progress.add_task("", total=None)
@@ -59,12 +63,14 @@ class ModelSource:
                     read_config(self.directory, self.model_name),
                     jnp.dtype(dtype),
                     lambda done, total: progress.update(task, completed=done, total=total),
+                    shardings,
                 )
             _, params = load_params(
                 self.directory,
                 self.model_name,
                 jnp.dtype(dtype),
                 lambda _, done, total: progress.update(task, completed=done, total=total),
+                shardings,
             )
         return params
 

@@ -25,13 +25,15 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Which loss. `epsilon_low`/`epsilon_high` bound the ratio to [1 - low, 1 + high]; `beta` weighs the KL penalty."""
+    """Which loss. `epsilon_low`/`epsilon_high` bound the ratio to [1 - low, 1 + high]; `beta` weighs the KL penalty;
+    `importance_cap` bounds the weights of tokens that were sampled by older weights (None: by the current ones)."""
 
     algorithm: LossAlgorithm = "grpo"
     aggregation: Aggregation = "sequence-mean-token-mean"
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
+    importance_cap: float | None = None
 
 
 def token_weights(aggregation: Aggregation, batch: PackedBatch, denominators: Denominators) -> jax.Array:
@@ -90,10 +92,13 @@ def _policy_loss(
         raise ValueError(f"rl.loss_algo is {options.algorithm!r}; it must be 'grpo' or 'gspo-token'")
     clipped = jnp.clip(ratio, 1.0 - options.epsilon_low, 1.0 + options.epsilon_high)
     gain = jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    metrics: Metrics = {}
+    if options.importance_cap is not None:
+        weights, metrics = _importance_weighted(options.importance_cap, old, weights, per_token, batch)
     value = -jnp.sum(weights * gain)
 
     off_sampler = jnp.where(batch.trained, jnp.abs(lp - batch.sampler_logprobs), 0.0)
-    metrics = {
+    metrics |= {
         "policy_loss": value,
         "clip_fraction": jnp.sum(per_token * (ratio * batch.advantages > clipped * batch.advantages)),
         "ratio_mean": jnp.sum(per_token * ratio),
@@ -111,6 +116,21 @@ def _policy_loss(
     elif options.beta:
         raise ValueError("the KL penalty (rl.grpo_beta > 0) needs the reference model's logprobs in the batch")
     return value, metrics
+
+
+def _importance_weighted(
+    cap: float, old: jax.Array, weights: jax.Array, per_token: jax.Array, batch: PackedBatch
+) -> tuple[jax.Array, Metrics]:
+    """Token weights times min(π_old / μ, cap), where μ sampled the tokens and π_old are the weights before the batch's
+    first update: the decoupled objective of Hilton et al. 2022 (arXiv:2110.00641), whose clipped ratio is to π_old,
+    with the truncation of Espeholt et al. 2018 (arXiv:1802.01561, ρ̄ of eq. 1)."""
+    importance = _exp(jnp.where(batch.trained, old - batch.sampler_logprobs, 0.0))
+    truncated = jnp.minimum(importance, cap)
+    metrics = {
+        "importance_weight": jnp.sum(per_token * truncated),
+        "importance_truncated": jnp.sum(per_token * (importance > cap)),
+    }
+    return weights * truncated, metrics
 
 
 def k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:

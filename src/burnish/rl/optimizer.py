@@ -10,8 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from burnish.models.params import Params
+from burnish.models.params import ParamInfo, Params, param_infos, param_shardings
+from burnish.models.spec import ModelSpec
+from burnish.parallel import rules
 from burnish.rl.schedule import LearningRate
 
 
@@ -59,6 +62,42 @@ def init_state(options: OptimizerOptions, params: Params) -> TrainState:
     like = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     step, skipped, skipped_in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     return TrainState(params, transform(options).init(like), step, skipped, skipped_in_a_row)
+
+
+def state_shardings(options: OptimizerOptions, spec: ModelSpec, mesh: Mesh) -> TrainState:
+    """The NamedSharding of each array of a TrainState: moments are split as the weights are that they belong to."""
+    infos = param_infos(spec)
+    is_info = lambda x: isinstance(x, ParamInfo)  # noqa: E731
+    like = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, jnp.float32), infos, is_leaf=is_info)
+    structure = jax.tree.structure(like)
+    leaves = jax.tree.leaves(infos, is_leaf=is_info)
+
+    def of(node: Any) -> Any:
+        if jax.tree.structure(node) != structure:
+            return rules.replicated(mesh)
+        moments = zip(leaves, jax.tree.leaves(node), strict=True)
+        return jax.tree.unflatten(
+            structure, [rules.sharding(_moment_axes(i, m.shape), m.shape, mesh) for i, m in moments]
+        )
+
+    opt_state = jax.tree.map(
+        of,
+        jax.eval_shape(transform(options).init, like),
+        is_leaf=lambda node: jax.tree.structure(node) == structure,
+    )
+    scalar = rules.replicated(mesh)
+    return TrainState(param_shardings(spec, mesh), opt_state, scalar, scalar, scalar)  # type: ignore[arg-type]
+
+
+def _moment_axes(info: ParamInfo, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """Logical axes of a moment of this shape: those of the weights, without the one that Adafactor has averaged over,
+    which is one of the two largest."""
+    if shape == info.shape:
+        return info.axes
+    for axis in sorted(range(len(info.shape)), key=lambda a: -info.shape[a]):
+        if shape == (*info.shape[:axis], *info.shape[axis + 1 :]):
+            return (*info.axes[:axis], *info.axes[axis + 1 :])
+    return ()  # a placeholder of one number
 
 
 def decays(path: tuple[Any, ...]) -> bool:

@@ -3,7 +3,8 @@
 A segment is a prompt (branch 0) followed by its completions (branches 1..), each of which sees the prompt and
 itself; decoder.forward states the rule. Segments are spread evenly over the fewest rows that hold them, and the
 row length is rounded up to one of a few buckets (four per octave), so that few shapes are ever compiled. A group
-that does not fit in a row is split and its prompt repeated; a single completion is never split.
+that does not fit in a row is split and its prompt repeated, and so is one where rows of a micro-batch, which devices
+share, would be empty; a single completion is never split.
 """
 
 from collections.abc import Sequence
@@ -130,9 +131,9 @@ def pack_segments(
             raise ValueError("a prompt and each of its completions need at least one token to be trained on")
     pieces = [piece for segment in segments for piece in _split(segment, max_tokens)]
     placed = _assign(pieces, max_tokens, rows, max_groups)
-    row_tokens = sum(p.num_tokens for p in pieces)
     length = bucket(max((sum(p.num_tokens for p in row) for row in placed), default=0))
     micro_batches = tuple(_build(placed[i : i + rows], length) for i in range(0, len(placed), rows))
+    pieces = [piece for row in placed for piece in row]
     trained = sum(len(c.token_ids) for p in pieces for c in p.completions)
     return PackedStep(
         micro_batches=micro_batches,
@@ -140,7 +141,7 @@ def pack_segments(
         num_sequences=sum(len(p.completions) for p in pieces),
         num_zero_advantage=num_zero_advantage,
         num_invalid=num_invalid,
-        row_tokens=row_tokens,
+        row_tokens=sum(p.num_tokens for p in pieces),
         padded_tokens=length * len(placed),
     )
 
@@ -182,6 +183,7 @@ def _assign(pieces: list[Segment], max_tokens: int, rows: int, max_groups: int |
         if placed is None:
             continue
         tries += 1
+        placed = [row for i in range(0, len(placed), rows) for row in _fill_empty(placed[i : i + rows])]
         size = len(placed) * bucket(max(sum(p.num_tokens for p in row) for row in placed))
         if best is None or size < best_size:
             best, best_size = placed, size
@@ -209,6 +211,21 @@ def _spread(
         loads[row] += piece.num_tokens
         groups[row // rows] += 1
     return placed
+
+
+def _fill_empty(rows: list[list[Segment]]) -> list[list[Segment]]:
+    """The rows of a micro-batch, where some are empty (there are fewer prompts than devices) with halves of the longest
+    segments in them: a prompt is read twice, and the longest row, for which all wait, is shorter."""
+    rows = [list(row) for row in rows]
+    while empty := [row for row in rows if not row]:
+        whole = [row for row in rows if len(row) == 1 and len(row[0].completions) > 1]
+        if not whole:
+            break
+        row = max(whole, key=lambda row: row[0].num_tokens)
+        completions = sorted(row[0].completions, key=lambda c: -len(c.token_ids))
+        row[0], half = (Segment(row[0].prompt, tuple(completions[i::2])) for i in (0, 1))
+        empty[0].append(half)
+    return rows
 
 
 def _build(rows: list[list[Segment]], length: int) -> PackedBatch:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from burnish.checkpoints.run_dir import RunDirectory
 from burnish.checkpoints.store import TrainingStore
 from burnish.config.schema import RunConfig, SFTConfig
 from burnish.errors import BurnishError
-from burnish.models.params import ParamInfo, Params, param_infos
+from burnish.models.params import ParamInfo, param_infos
 from burnish.observe.files import write_whole
 from burnish.observe.metrics import MetricsWriter
 from burnish.observe.rollouts import drop_rollouts_after
 from burnish.observe.terminal import StepPrinter
 from burnish.rl.loading import ModelSource
-from burnish.rl.optimizer import TrainState
+from burnish.rl.optimizer import TrainState, init_state
 from burnish.rl.update import Updater
 
 # Options that decide what the saved data position and weights mean: a run goes on with those it was started with.
@@ -268,18 +269,16 @@ def _read_config(directory: RunDirectory) -> dict[str, Any]:
 
 
 def abstract_state(model: ModelSource, updater: Updater, weight_dtype: str) -> TrainState:
-    """The shapes and dtypes of a run's TrainState, with nothing allocated."""
+    """The shapes, dtypes and shardings of a run's TrainState, with nothing allocated."""
     params = jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(info.shape, jnp.dtype(weight_dtype)),
         param_infos(model.spec),
         is_leaf=lambda x: isinstance(x, ParamInfo),
     )
-    return jax.eval_shape(updater.init, params)
-
-
-def on_device(params: Params) -> Params:
-    """Weights that were read from disk as arrays that an update may consume."""
-    return jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params)
+    state = jax.eval_shape(partial(init_state, updater.options.optimizer), params)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, updater.state_shardings
+    )
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -3,6 +3,7 @@ training with rewards. An example's loss counts by its tokens (mean over all com
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from burnish.data.types import Prompt
 from burnish.models.params import Params, init_params
 from burnish.observe.summary import print_final, write_summary
 from burnish.rl import setup
+from burnish.rl.devices import check_model, trainer_mesh, trainer_sizes
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.packing import pack_examples
-from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics
 from burnish.rl.types import PackedStep
 from burnish.rl.update import Updater
 
@@ -27,7 +29,9 @@ from burnish.rl.update import Updater
 def sft(cfg: SFTConfig) -> dict[str, Any]:
     """Run the whole fine-tuning and return its summary. Raises BurnishError for what is the user's to fix."""
     RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
+    mesh = trainer_mesh(cfg, jax.devices())
     model = open_model(cfg)
+    check_model(model.spec, trainer_sizes(cfg, jax.devices()))
     data, tags = setup.data_options(cfg), setup.tags(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_demonstrations(data, "train", tags))
     eval_prompts: list[Prompt] = []
@@ -38,11 +42,11 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
     with open_run(cfg, model) as run:
         for line in (model.describe(), *arithmetic.splitlines()):
             run.printer.note(line)
-        updater = Updater(model.spec, setup.update_options(cfg))
+        updater = Updater(model.spec, setup.update_options(cfg), mesh)
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         if restored is None:
-            state, start = updater.init(on_device(_weights(cfg, model))), 0
+            state, start = updater.init(_weights(cfg, model, updater)), 0
             extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
         else:
             state, extra, start = restored.state, restored.extra, restored.step
@@ -65,7 +69,7 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
                     position = pipeline.state()
                     run.check_stop()
                     t0 = time.perf_counter()
-                    packed, lengths = _pack(cfg, model.tokenizer, next(pipeline))
+                    packed, lengths = _pack(cfg, model.tokenizer, next(pipeline), updater.rows)
                     with run.profiled(step, start + 1):
                         state, update, _ = updater.step(state, packed)
                         loss = float(update["loss"])
@@ -115,20 +119,25 @@ def sft(cfg: SFTConfig) -> dict[str, Any]:
     return summary
 
 
-def _weights(cfg: SFTConfig, model: ModelSource) -> Params:
+def _weights(cfg: SFTConfig, model: ModelSource, updater: Updater) -> Params:
+    """The weights to start from, on the updater's devices."""
+    shardings = updater.state_shardings.params
     if not cfg.random_init:
-        return model.load(cfg.weight_dtype)
-    return jax.tree.map(np.asarray, init_params(model.spec, jax.random.key(cfg.seed), cfg.weight_dtype))
+        return model.load(cfg.weight_dtype, shardings=shardings)
+    init = partial(init_params, model.spec, dtype=cfg.weight_dtype)
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(cfg.seed))
 
 
-def _pack(cfg: SFTConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[PackedStep, np.ndarray]:
+def _pack(cfg: SFTConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt], rows: int) -> tuple[PackedStep, np.ndarray]:
     """The examples of a step in rows, and their completion lengths. `Prompt.answer` is the completion to learn.
     Completions are cut where prompt and completion exceed max_target_length, as generation would be."""
     examples = []
     for prompt in prompts:
         completion = tokenizer.encode_completion(prompt.answer)
         examples.append((prompt.token_ids, completion[: cfg.max_target_length - len(prompt.token_ids)]))
-    packed = pack_examples(examples, max_tokens=setup.row_tokens(cfg), max_groups=cfg.resolved_train_micro_batch_size)
+    packed = pack_examples(
+        examples, max_tokens=setup.row_tokens(cfg), max_groups=cfg.resolved_train_micro_batch_size, rows=rows
+    )
     return packed, np.array([len(completion) for _, completion in examples])
 
 
@@ -138,7 +147,7 @@ def _mean_loss(run: Run, updater: Updater, params: Params, tokenizer: Tokenizer,
     size = run.cfg.resolved_eval_batch_size
     for i in range(0, len(prompts), size):
         run.check_stop()
-        packed, lengths = _pack(run.cfg, tokenizer, prompts[i : i + size])  # type: ignore[arg-type]
+        packed, lengths = _pack(run.cfg, tokenizer, prompts[i : i + size], updater.rows)  # type: ignore[arg-type]
         logprobs = updater.logprobs(params, packed)
         total -= sum(float(np.sum(lp, where=b.trained)) for lp, b in zip(logprobs, packed.micro_batches, strict=True))
         count += int(lengths.sum())

@@ -6,11 +6,13 @@ resumed run is the run it would have been. This module is the order of things; w
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -32,11 +34,13 @@ from burnish.rewards.stack import RewardStack
 from burnish.rewards.types import Score, ScoreStatus
 from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
+from burnish.rl.ahead import Batch, SamplingAhead
+from burnish.rl.devices import check_model, choose_devices, trainer_mesh, trainer_sizes
 from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
-from burnish.rl.run import Run, Stopped, on_device, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
 from burnish.rollout.types import Group, RolloutEngine, StopReason
 
@@ -89,7 +93,11 @@ def train(cfg: RunConfig) -> dict[str, Any]:
 def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
     RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume)
+    devices = choose_devices(cfg)
+    training = trainer_mesh(cfg, devices.trainer)
     model = open_model(cfg)
+    check_model(model.spec, trainer_sizes(cfg, devices.trainer))
+    setup.check_sampler(cfg, model.spec, devices.sampler)
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
     eval_prompts: list[Prompt] = []
@@ -106,28 +114,30 @@ def run_training(cfg: RunConfig) -> Outcome:
             raise run.end_for_restart((run.store.latest() or 0) if cfg.resume else 0) from None
         for line in report.lines():
             run.printer.note(line)
-        updater = Updater(model.spec, setup.update_options(cfg))
+        updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        engine = opened.enter_context(setup.open_engine(model, cfg, longest, max_slots, run.printer.note))
+        engine = opened.enter_context(
+            setup.open_engine(model, cfg, devices.sampler, longest, max_slots, run.printer.note, run.directory.vllm_log)
+        )
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         initial: Params | None = None
         if restored is None or cfg.rl.grpo_beta:
             run.printer.phase("reading weights")
-            initial = model.load(cfg.weight_dtype)
+            initial = model.load(cfg.weight_dtype, shardings=updater.state_shardings.params)
         if restored is None:
             assert initial is not None
-            state, start = updater.init(on_device(initial)), 0
-            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None}
+            # The update consumes its weights; those of the penalty stay.
+            params = jax.tree.map(jnp.copy, initial) if cfg.rl.grpo_beta else initial
+            state, start = updater.init(params), 0
+            extra: dict[str, Any] = {"seconds": 0.0, "before": None, "metrics": None, "in_flight": None}
+            del params
         else:
             state, extra, start = restored.state, restored.extra, restored.step
             pipeline.restore(extra["data"])
-        reference = None
-        if cfg.rl.grpo_beta:
-            assert initial is not None
-            reference = on_device(initial)
-        del initial  # a whole model in host memory
+        reference = initial if cfg.rl.grpo_beta else None
+        del initial
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
 
@@ -171,32 +181,45 @@ def _run(
     clock = time.perf_counter() - extra["seconds"]  # a resumed run goes on counting
     metrics: dict[str, float] = {}
 
-    def saved(data: Mapping[str, Any]) -> dict[str, Any]:
+    def saved(position: Mapping[str, Any]) -> dict[str, Any]:
         seconds = time.perf_counter() - clock
         return {
-            "data": data,
+            **position,
             "seconds": seconds,
             "before": before and asdict(before),
             "metrics": plain_metrics(metrics),
         }
 
-    parts.engine.load_weights(state.params, start)
+    def here(batch: Batch | None) -> dict[str, Any]:
+        """Where the next step begins: the position in the data, and its completions where they are sampled."""
+        return {"data": pipeline.state(), "in_flight": batch and batch.to_json()}
+
+    _hand_over(run, parts, state, start)
     before = EvalStats(**extra["before"]) if extra["before"] else None
-    with run.writers(start, extra["metrics"]) as writer:
+    with ExitStack() as stack:
+        writer = stack.enter_context(run.writers(start, extra["metrics"]))
+        ahead: SamplingAhead | None = None
+        if cfg.rl.off_policy_steps:
+            ahead = stack.enter_context(SamplingAhead(lambda *batch: _sample(parts, *batch)))
         step = start
-        data = pipeline.state()
+        batch = Batch.from_json(extra["in_flight"]) if extra["in_flight"] else None
+        position = here(batch)
         try:
             if before is None and eval_prompts and start == 0:
                 before = _evaluate(run, parts, eval_prompts, "Pre RL Training")
             for step in range(start + 1, cfg.num_batches + 1):
-                data = pipeline.state()
+                position = here(batch)
                 run.check_stop()
                 with run.profiled(step, start + 1):
-                    state, metrics = _step(run, parts, state, step, next(pipeline))
+                    if batch is None:
+                        batch = _sample_now(run, parts, step, next(pipeline))
+                    if ahead is not None and step < cfg.num_batches:
+                        ahead.start(step + 1, next(pipeline))
+                    state, metrics, batch = _step(run, parts, state, step, batch, ahead)
                 run.note_skipped(step, int(metrics["nonfinite_updates"]))
                 seconds, ended_badly = 0.0, run.ended_badly(step, state)
                 if run.is_due(step) and not ended_badly:
-                    seconds = run.save(step, state, saved(pipeline.state()))
+                    seconds = run.save(step, state, saved(here(batch)))
                 metrics["seconds/checkpoint"] = seconds
                 metrics["seconds/step"] += seconds
                 writer.write(step, metrics)
@@ -207,7 +230,7 @@ def _run(
         except Stopped:
             done = max(step - 1, start)
             if done:
-                run.save(done, state, saved(data))
+                run.save(done, state, saved(position))
             raise run.end_for_restart(done) from None
     try:
         after = _evaluate(run, parts, eval_prompts, "Post RL Training") if eval_prompts else None
@@ -217,55 +240,83 @@ def _run(
 
 
 def _step(
-    run: Run, parts: Parts, state: TrainState, step: int, prompts: Sequence[Prompt]
-) -> tuple[TrainState, dict[str, float]]:
-    """One training step; state is consumed only once nothing can stop it any more."""
+    run: Run, parts: Parts, state: TrainState, step: int, batch: Batch, ahead: SamplingAhead | None
+) -> tuple[TrainState, dict[str, float], Batch | None]:
+    """One training step on the completions of `batch`; state is consumed only once nothing can stop it any more. The
+    third result is the next step's batch, where that is sampled meanwhile."""
     cfg = parts.cfg
     t0 = time.perf_counter()
-    groups = _sample(run, parts, step, prompts)
-    parts.engine.release_memory()
-    t1 = time.perf_counter()
+    if not cfg.has_split_devices:
+        parts.engine.release_memory()
     run.printer.phase(f"step {step}: scoring")
-    sampled = _score(run, parts, groups)
-    t2 = time.perf_counter()
+    sampled = _score(run, parts, batch.groups)
+    t1 = time.perf_counter()
     run.check_stop()
     run.printer.phase(f"step {step}: updating")
     state, update_metrics, trained_tokens = _update(parts, state, sampled)
-    parts.engine.load_weights(state.params, step)
+    t2 = time.perf_counter()
+    run.printer.phase(f"step {step}: waiting for the next completions")
+    following = None if ahead is None else ahead.wait()
     t3 = time.perf_counter()
+    moved = _hand_over(run, parts, state, step)
+    t4 = time.perf_counter()
     write_rollouts(run.directory.rollouts, step, _rows(step, sampled))
     if cfg.debug:
         _show_one(run, sampled)
 
-    sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+    update_seconds = t2 - t1 + t4 - t3
     metrics = _sample_metrics(sampled) | update_metrics
     metrics |= {
-        "seconds/sampling": t1 - t0,
-        "seconds/reward": t2 - t1,
-        "seconds/update": t3 - t2,
-        "seconds/step": time.perf_counter() - t0,
-        "tokens_per_second/sampling": sampled_tokens / (t1 - t0),
-        "tokens_per_second/update": trained_tokens / (t3 - t2),
+        "seconds/sampling": batch.seconds,
+        "seconds/reward": t1 - t0,
+        "seconds/update": update_seconds,
+        "seconds/step": time.perf_counter() - t0 + (0.0 if ahead else batch.seconds),
+        "tokens_per_second/sampling": batch.num_tokens / batch.seconds,
+        "tokens_per_second/update": trained_tokens / update_seconds,
         "compilations": parts.engine.num_compilations + parts.updater.num_compilations,
     }
+    if ahead is not None:
+        versions = np.concatenate([c.weight_versions for g in batch.groups for c in g.completions])
+        metrics |= {"seconds/waiting": t3 - t2, "off_policy/steps": float(np.mean(step - 1 - versions))}
+    if moved is not None:
+        metrics["seconds/reshard"] = moved
     _stop_on_difference(cfg, step, metrics)
-    return state, metrics
+    return state, metrics, following
 
 
-def _sample(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+def _hand_over(run: Run, parts: Parts, state: TrainState, step: int) -> float | None:
+    """The sampler gets the weights after `step` steps; the seconds that took where they went to other devices."""
+    moved = parts.engine.load_weights(state.params, step)
+    if moved is None:
+        return None
+    run.printer.note(str(moved))
+    return moved.seconds
+
+
+def _sample_now(run: Run, parts: Parts, step: int, prompts: Sequence[Prompt]) -> Batch:
+    """The step's batch, with its progress in the terminal and while a stop can still be asked for."""
+    total = len(prompts) * parts.cfg.rl.num_generations
+
+    def progress(finished: int, tokens: int) -> None:
+        run.printer.sampling(f"step {step}: sampling", finished, total, tokens)
+        run.check_stop()
+
+    start = time.perf_counter()
+    groups = _sample(parts, step, prompts, progress)
+    return Batch(groups, time.perf_counter() - start)
+
+
+def _sample(parts: Parts, step: int, prompts: Sequence[Prompt], on_progress: Callable[[int, int], None]) -> list[Group]:
     """A group of completions per prompt, one rollout micro-batch after the other."""
     cfg = parts.cfg
     sampling = setup.sampling_params(cfg, parts.model.tokenizer)
     seeds = setup.completion_seeds(cfg.seed, "training", step, prompts, cfg.rl.num_generations)
     size = cfg.resolved_rollout_micro_batch_size
-    total = len(prompts) * cfg.rl.num_generations
     groups: list[Group] = []
     tokens_before = 0
 
     def progress(finished: int, tokens: int) -> None:
-        done = len(groups) * cfg.rl.num_generations + finished
-        run.printer.sampling(f"step {step}: sampling", done, total, tokens_before + tokens)
-        run.check_stop()
+        on_progress(len(groups) * cfg.rl.num_generations + finished, tokens_before + tokens)
 
     for i in range(0, len(prompts), size):
         new = parts.engine.generate(prompts[i : i + size], seeds[i : i + size], sampling, progress)
@@ -301,6 +352,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         sampled.valid,
         max_tokens=setup.row_tokens(cfg),
         max_groups=cfg.resolved_train_micro_batch_size,
+        rows=updater.rows,
         keep_zero_advantages=cfg.rl.grpo_beta > 0,
     )
     if parts.reference is not None:
@@ -328,6 +380,11 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
             "entropy": first["entropy"],
             "logprob_difference/mean": first["logprob_difference_mean"],
             "logprob_difference/max": first["logprob_difference_max"],
+        }
+    if "importance_weight" in first:
+        result |= {
+            "off_policy/weight": first["importance_weight"],
+            "off_policy/truncated": first["importance_truncated"],
         }
     return state, {k: float(v) for k, v in result.items()}, packed.row_tokens
 

@@ -7,16 +7,21 @@ update per batch, none for a reference unless its logprobs are asked for (`logpr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from burnish.errors import BurnishError
 from burnish.models import decoder
 from burnish.models.moe import Load, load_metrics
 from burnish.models.params import Params, head
 from burnish.models.spec import ModelSpec
+from burnish.parallel import rules
+from burnish.parallel.mesh import on, single_device_mesh
 from burnish.rl import losses, optimizer
 from burnish.rl.logprobs import selected_logprobs
 from burnish.rl.losses import LossOptions, Metrics
@@ -90,27 +95,47 @@ def batch_logprobs(
 
 @dataclass
 class Updater:
-    """The compiled functions of one run's updates. State is passed in and out; `step` consumes (donates) it."""
+    """The compiled functions of one run's updates, on the devices of a mesh (by default the default device). State is
+    passed in and out; `step` consumes (donates) it.
+
+    Weights, moments and gradients are split as their logical axes say, rows of a micro-batch over the devices; metrics
+    and logprobs are whole on every device. Raises MeshError where a size of the model can not be split.
+    """
 
     spec: ModelSpec
     options: UpdateOptions
+    mesh: Mesh = field(default_factory=single_device_mesh)
     num_compilations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._gradients = jax.jit(self._counted(self._gradients_of))
-        self._logprobs = jax.jit(self._counted(self._logprobs_of))
+        self.state_shardings = optimizer.state_shardings(self.options.optimizer, self.spec, self.mesh)
+        split, whole = self.state_shardings.params, rules.replicated(self.mesh)
+        self.rows = rules.ways("batch", self.mesh.shape)
+        """Rows of a micro-batch must be a multiple of this."""
+        self._gradients = jax.jit(self._counted(self._gradients_of), out_shardings=(split, whole, whole, whole))
+        self._logprobs = jax.jit(self._counted(self._logprobs_of), out_shardings=whole)
         self._add = jax.jit(
             self._counted(lambda total, grads: jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)),
             donate_argnums=0,
+            out_shardings=split,
         )
         self._apply = jax.jit(
             self._counted(lambda state, grads: optimizer.apply_gradients(self.options.optimizer, state, grads)),
             donate_argnums=0,
+            out_shardings=(self.state_shardings, whole),
         )
 
     def init(self, params: Params) -> TrainState:
-        """A fresh TrainState around master weights `params` (which `step` will consume)."""
-        return optimizer.init_state(self.options.optimizer, params)
+        """A fresh TrainState around master weights `params` (which `step` will consume), put where they belong unless
+        they are there."""
+        params = jax.device_put(params, self.state_shardings.params)
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+        rest = replace(self.state_shardings, params={})
+
+        def init(shapes: Params) -> TrainState:
+            return replace(optimizer.init_state(self.options.optimizer, shapes), params={})
+
+        return replace(jax.jit(partial(init, shapes), out_shardings=rest)(), params=params)
 
     def step(self, state: TrainState, packed: PackedStep) -> tuple[TrainState, Metrics, tuple[jax.Array, ...]]:
         """One optimizer update. Returns the new state, the step's metrics and, per micro-batch, the (B, T) logprobs
@@ -124,14 +149,16 @@ class Updater:
         load: Load | None = None
         shares, logprobs = [], []
         for batch in packed.micro_batches:
-            grads, share, lp, batch_load = self._gradients(state.params, batch, packed.denominators)
-            total = grads if total is None else self._add(total, grads)
+            with on(self.mesh):
+                grads, share, lp, batch_load = self._gradients(state.params, self._put(batch), packed.denominators)
+                total = grads if total is None else self._add(total, grads)
             load = batch_load if load is None else jax.tree.map(jnp.add, load, batch_load)
             shares.append(share)
             logprobs.append(lp)
         if total is None:
-            total = jax.tree.map(lambda p: jnp.zeros(p.shape, self.options.grad_dtype), state.params)
-        state, metrics = self._apply(state, total)
+            total = self._zeros(state.params)
+        with on(self.mesh):
+            state, metrics = self._apply(state, total)
         skipped = int(state.skipped_in_a_row)
         if skipped >= self.options.max_skipped_in_a_row:
             raise NonFiniteGradientsError(
@@ -144,7 +171,25 @@ class Updater:
 
     def logprobs(self, params: Params, packed: PackedStep) -> tuple[jax.Array, ...]:
         """Per micro-batch the (B, T) logprobs of the trained tokens under `params`, without gradients."""
-        return tuple(self._logprobs(params, batch) for batch in packed.micro_batches)
+        with on(self.mesh):
+            return tuple(self._logprobs(params, self._put(batch)) for batch in packed.micro_batches)
+
+    def _put(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch on the mesh: each device gets its rows. Arrays that are on devices already stay."""
+
+        def put(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array):
+                return x
+            sharding = rules.sharding(("batch",) if np.ndim(x) else (), np.shape(x), self.mesh)
+            return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+
+        return jax.tree.map(put, batch)
+
+    def _zeros(self, params: Params) -> Params:
+        """A gradient of 0."""
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, self.options.grad_dtype), params)
+        zeros = partial(jax.tree.map, lambda p: jnp.zeros(p.shape, p.dtype), shapes)
+        return jax.jit(zeros, out_shardings=self.state_shardings.params)()
 
     def _gradients_of(
         self, params: Params, batch: PackedBatch, denominators: Denominators

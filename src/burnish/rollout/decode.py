@@ -7,22 +7,28 @@ prompt's last token. All rows write at the same column of their caches, a ring: 
 newest columns. So an update is one slice per layer, and a refilled slot needs no clearing. Layers are
 unrolled over separate arrays: scanning stacked ones copies every weight and cache on CPU. Every function
 compiles once per shape.
+
+On a mesh, lanes and their rows are split as a batch is, and caches by kv heads too, of which there are then at least
+as many as devices along `tensor`. Rows stay on their devices, so that only activations are ever exchanged.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from burnish.models import decoder
 from burnish.models.attention import MASKED, Attend, Scoring, scoring
-from burnish.models.params import Params, layers_of
+from burnish.models.params import ParamInfo, Params, layer_infos, layer_place, param_infos
 from burnish.models.spec import ModelSpec, per_kind
+from burnish.parallel import rules, transfer
+from burnish.parallel.transfer import Piece, Transfer
 from burnish.rollout.sampling import Cuts, Way, sample
 
 CHUNK = 16
@@ -80,36 +86,73 @@ class Chunk(NamedTuple):
     steps: jax.Array  # () int32, columns written
 
 
-@partial(jax.jit, static_argnames="dtype")
-@_counted
-def _layer_of(stacked: Params, index: jax.Array, dtype: Any) -> Params:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False).astype(dtype), stacked)
+def check_fits(spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises MeshError where the model can not be split over the mesh."""
+    for infos in (param_infos(spec), *(layer_infos(spec.at(i)) for i in range(len(spec.pattern)))):
+        for info in jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, ParamInfo)):
+            rules.partition(info.axes, info.shape, mesh)
 
 
-def _copied(tree: Params, dtype: Any) -> Params:
-    return jax.tree.map(lambda a: jnp.array(a, dtype, copy=True), tree)
+def decode_view(
+    spec: ModelSpec, params: Params, mesh: Mesh, dtype: Any, version: int, chunk_size: int | None
+) -> tuple[Params, Transfer | None]:
+    """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype, split over `mesh`.
+    Always copies, because the trainer gives its own arrays away to its next update. From other devices `chunk_size`
+    arrays are moved at a time; the second result then says what was moved."""
+    groups = [_layer_pieces(spec, params, i, mesh) for i in range(spec.num_layers)]
+    infos = param_infos(spec)
+    rest = {name: a for name, a in params.items() if name not in ("layers", "tail")}
+    groups.append([Piece(n, a, None, rules.sharding(infos[n].axes, infos[n].shape, mesh)) for n, a in rest.items()])
+    if transfer.same_devices(mesh, params):
+        # A layer at a time: the compiled function is small, and the same for all layers of a kind.
+        moved, report = [transfer.relaid(group, dtype) for group in groups], None
+    else:
+        by_name, report = transfer.send([p for group in groups for p in group], dtype, version, chunk_size)
+        moved = [[by_name[piece.name] for piece in group] for group in groups]
+    *layers, last = (
+        {piece.name.rpartition("/")[2]: x for piece, x in zip(group, arrays, strict=True)}
+        for group, arrays in zip(groups, moved, strict=True)
+    )
+    return {**last, "layers": layers}, report
 
 
-def decode_view(spec: ModelSpec, params: Params, dtype: Any) -> Params:
-    """The trainer's tree as decoding reads it: one dict of arrays per layer, in the compute dtype. Always copies,
-    because the trainer gives its own arrays away to its next update."""
-    params = jax.tree.map(jnp.asarray, params)
-    layers = [
-        _copied(held, dtype) if index is None else _layer_of(held, np.int32(index), dtype=dtype)
-        for held, index in layers_of(spec, params)
+def _layer_pieces(spec: ModelSpec, params: Params, layer: int, mesh: Mesh) -> list[Piece]:
+    place = layer_place(spec, layer)
+    held = params
+    for key in place.path:
+        held = held[key]
+    return [
+        Piece(f"layers/{layer}/{name}", held[name], place.index, rules.sharding(info.axes, info.shape, mesh))
+        for name, info in layer_infos(spec.at(layer)).items()
     ]
-    rest = {name: _copied(a, dtype) for name, a in params.items() if name not in ("layers", "tail")}
-    return {**rest, "layers": layers}
 
 
-def empty_caches(spec: ModelSpec, num: int, columns: int, dtype: Any) -> list[LayerCache]:
+CACHE_AXES = ("batch", "kv_heads", None, None)
+
+
+def cache_heads(kind: ModelSpec, mesh_sizes: Mapping[str, int]) -> int:
+    """Kv heads of the caches of one kind of layer: each is repeated until every device along `tensor` has as many."""
+    return math.lcm(kind.num_kv_heads, mesh_sizes["tensor"])
+
+
+def empty_caches(spec: ModelSpec, num: int, columns: int, dtype: Any, mesh: Mesh) -> list[LayerCache]:
     """Zeroed caches of all layers for `num` lanes or rows."""
 
     def of(kind: ModelSpec) -> LayerCache:
-        K, N = kind.num_kv_heads, kind.head_dim
-        return LayerCache(jnp.zeros((num, K, N, columns), dtype), jnp.zeros((num, K, columns, N), dtype))
+        K, N = cache_heads(kind, mesh.shape), kind.head_dim
+        shapes = (num, K, N, columns), (num, K, columns, N)
+        return LayerCache(*(jnp.zeros(x, dtype, device=rules.sharding(CACHE_AXES, x, mesh)) for x in shapes))
 
     return [of(spec.at(i)) for i in range(spec.num_layers)]
+
+
+def _as_cached(kind: ModelSpec, x: jax.Array) -> jax.Array:
+    """Keys or values (…, K, N) with the heads of the caches."""
+    mesh = rules.current_mesh()
+    if mesh is None:
+        return x
+    x = jnp.repeat(x, cache_heads(kind, mesh.shape) // kind.num_kv_heads, axis=-2)
+    return rules.constrain(x, "batch", *[None] * (x.ndim - 3), "kv_heads", None)
 
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))
@@ -125,12 +168,16 @@ def prefill(spec: ModelSpec, view: Params, tokens: jax.Array, lengths: jax.Array
     caches: list[LayerCache] = []
     x = decoder.embed(spec, view, tokens, dtype)
     for i, p in enumerate(view["layers"]):
+        kind = spec.at(i)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, packed: Attend = attends[i % size]) -> jax.Array:
-            caches.append(LayerCache(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)))
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, kind: ModelSpec = kind, packed: Attend = attends[i % size]
+        ) -> jax.Array:
+            cached = LayerCache(_as_cached(kind, k).transpose(0, 2, 3, 1), _as_cached(kind, v).transpose(0, 2, 1, 3))
+            caches.append(LayerCache(*(rules.constrain(x, *CACHE_AXES) for x in cached)))
             return packed(q, k, v)
 
-        x, _ = decoder.layer(spec.at(i), p, x, tables[i % size], attend)
+        x, _ = decoder.layer(kind, p, x, tables[i % size], attend)
     return caches
 
 
@@ -138,27 +185,39 @@ def prefill(spec: ModelSpec, view: Params, tokens: jax.Array, lengths: jax.Array
 @_counted
 def insert(lanes: LayerCache, prompts: LayerCache, sources: jax.Array) -> LayerCache:
     """Overwrite the lanes (R, …, S) whose `sources` (R,) int32 is not -1 with that row of `prompts` (P, …, S'
-    ≤ S). One layer at a time: the compiled function is small and little is held twice."""
+    ≤ S), counted in the lane's own shard. One layer at a time: the compiled function is small and little is held
+    twice."""
 
-    def merged(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    def merged(old: jax.Array, new: jax.Array, sources: jax.Array, axis: int) -> jax.Array:
         new = jnp.take(new, jnp.maximum(sources, 0), axis=0)
         pad = [(0, old.shape[a] - new.shape[a] if a == axis else 0) for a in range(4)]
         return jnp.where(sources[:, None, None, None] >= 0, jnp.pad(new, pad), old)
 
-    return LayerCache(merged(lanes.k, prompts.k, 3), merged(lanes.v, prompts.v, 2))
+    def of(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        return _in_shards(partial(merged, axis=axis), old, new, sources)
+
+    return LayerCache(of(lanes.k, prompts.k, 3), of(lanes.v, prompts.v, 2))
 
 
 @partial(jax.jit, static_argnames="columns")
 @_counted
 def relocate(cache: LayerCache, sources: jax.Array, shift: jax.Array, columns: int) -> LayerCache:
-    """The lanes or rows `sources` of a cache, its columns rolled left by `shift`, then padded to
-    `columns`."""
+    """The lanes or rows `sources` of a cache, counted in their shard, its columns rolled left by `shift`, then padded
+    to `columns`."""
 
-    def moved(a: jax.Array, axis: int) -> jax.Array:
+    def moved(a: jax.Array, sources: jax.Array, axis: int) -> jax.Array:
         a = jnp.roll(jnp.take(a, sources, axis=0), -shift, axis=axis)
         return jnp.pad(a, [(0, columns - a.shape[axis] if i == axis else 0) for i in range(4)])
 
-    return LayerCache(moved(cache.k, 3), moved(cache.v, 2))
+    return LayerCache(
+        _in_shards(partial(moved, axis=3), cache.k, sources), _in_shards(partial(moved, axis=2), cache.v, sources)
+    )
+
+
+def _in_shards(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """A function of caches (4 axes) and numbers of rows (1) to a cache, on each shard by itself."""
+    axes = [CACHE_AXES if a.ndim == 4 else ("batch",) for a in arrays]
+    return rules.per_device(lambda _, *parts: function(*parts), axes, CACHE_AXES, checked=False)(*arrays)
 
 
 def _attend(lane: LayerCache, own: LayerCache, q: jax.Array, seen: Seen, score: Scoring) -> jax.Array:
@@ -215,6 +274,7 @@ def _step(
     dtype: Any,
 ) -> tuple[jax.Array, list[LayerCache]]:
     """One token per row through the model: logits (B, V) float32 and the caches with `column` written."""
+    tokens, positions = rules.constrain(tokens, "batch"), rules.constrain(positions, "batch")
     columns = own[0].k.shape[3]
     distance = (column - jnp.arange(columns)) % columns
     own_visible = distance[None] <= ages[:, None]
@@ -243,17 +303,47 @@ def _step(
             old: LayerCache = old,
             seen: Seen = seen[i % size],
             score: Scoring = scores[i % size],
+            kind: ModelSpec = kind,
         ) -> jax.Array:
+            q = rules.constrain(q, "batch", "heads", None)
+            k, v = _as_cached(kind, k), _as_cached(kind, v)
             new = LayerCache(
                 lax.dynamic_update_slice_in_dim(old.k, k[..., None], column, axis=3),
                 lax.dynamic_update_slice_in_dim(old.v, v[:, :, None], column, axis=2),
             )
+            new = LayerCache(*(rules.constrain(x, *CACHE_AXES) for x in new))
             written.append(new)
             return _attend(lane, new, q, seen, score)
 
         x, _ = decoder.layer(kind, p, x, tables[i % size], attend)
     x = decoder.norm(spec, x, view["final_norm"])
     return decoder.unembed(spec, view, x), written
+
+
+def _draw(logits: jax.Array, uniforms: jax.Array, cuts: Cuts, way: Way) -> tuple[jax.Array, jax.Array]:
+    """`sample`. On a mesh the devices along `tensor`, which have a part of the vocabulary each, share out the rows
+    instead: every row is drawn by one device, as if there were no mesh."""
+    mesh = rules.current_mesh()
+    if mesh is None:
+        return sample(logits, uniforms, cuts, way)
+    B = logits.shape[0]
+    shards = rules.ways("batch", mesh.shape)
+    of_shard = B // shards
+    padding = -of_shard % rules.ways("drawn", mesh.shape)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(shards, of_shard, *x.shape[1:])
+        return jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+
+    def on_device(_: rules.Part, logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shape = uniforms.shape
+        tokens, logprobs = sample(logits.reshape(-1, logits.shape[-1]), uniforms.reshape(-1), cuts, way)
+        return tokens.reshape(shape), logprobs.reshape(shape)
+
+    axes = ("batch", "drawn")
+    drawn = rules.per_device(on_device, [axes, axes], (axes, axes), checked=False)(split(logits), split(uniforms))
+    tokens, logprobs = (rules.constrain(x, "batch", None)[:, :of_shard].reshape(B) for x in drawn)
+    return rules.constrain(tokens, "batch"), rules.constrain(logprobs, "batch")
 
 
 @partial(jax.jit, static_argnames=("spec", "way", "dtype"), donate_argnames="own")
@@ -290,7 +380,7 @@ def decode_chunk(
             spec, view, lanes, own, lane_visible,
             tokens, rows.positions + i, rows.ages + i, (column + i) % columns, dtype,
         )  # fmt: skip
-        tokens, logprobs = sample(logits, uniforms[:, i], cuts, way)
+        tokens, logprobs = _draw(logits, uniforms[:, i], cuts, way)
         emitted = chunk.emitted + chunk.active
         stopped = (tokens[:, None] == stop_ids).any(axis=1) | (emitted >= rows.remaining)
         chunk = Chunk(
@@ -306,12 +396,14 @@ def decode_chunk(
         _, chunk, _ = carry
         return (chunk.steps < num_steps) & chunk.active.any()
 
+    rows = Rows(*(rules.constrain(jnp.asarray(x), "batch") for x in rows))
+    uniforms = rules.constrain(uniforms, "batch")
     chunk = Chunk(
-        jnp.zeros((B, CHUNK), jnp.int32),
-        jnp.zeros((B, CHUNK), jnp.float32),
-        jnp.zeros(B, jnp.int32),
-        jnp.asarray(rows.active),
+        rules.constrain(jnp.zeros((B, CHUNK), jnp.int32), "batch"),
+        rules.constrain(jnp.zeros((B, CHUNK), jnp.float32), "batch"),
+        rules.constrain(jnp.zeros(B, jnp.int32), "batch"),
+        rows.active,
         jnp.int32(0),
     )
-    _, chunk, own = lax.while_loop(unfinished, body, (jnp.asarray(rows.tokens), chunk, own))
-    return chunk, own
+    _, chunk, own = lax.while_loop(unfinished, body, (rows.tokens, chunk, own))
+    return jax.tree.map(rules.constrain, chunk), own

@@ -2,7 +2,8 @@
 
 Prompts are prefilled once, whatever the number of completions. A chunk of decode steps runs on the device in
 one call; between chunks the host collects tokens, ends completions, refills slots, and fits the caches to
-what is left. Nothing is kept from one `generate` to the next, so weights and cached keys can not disagree.
+what is left. Nothing is kept from one `generate` to the next, so weights and cached keys can not disagree. On a mesh
+every process runs the same schedule: what the host reads is the same everywhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from burnish.data.types import Prompt
 from burnish.models.params import ParamInfo, Params, param_infos
 from burnish.models.spec import ModelSpec
+from burnish.parallel import rules
+from burnish.parallel.mesh import on, single_device_mesh
+from burnish.parallel.transfer import Transfer
 from burnish.rollout import decode
 from burnish.rollout.decode import CHUNK, Rows
 from burnish.rollout.request import check_request
@@ -45,8 +50,9 @@ class _Draft:
 
 class BuiltinEngine:
     """`tokenizer_decode` turns token ids into text without special tokens. `max_slots` is the number of
-    completions sampled side by side. Raises ValueError where a prompt or a limit is beyond what the engine
-    was made for."""
+    completions sampled side by side. `mesh` is what it runs on, by default one device, and `reshard_chunk_size`
+    how many arrays are moved to it at once from other devices. Raises ValueError where a prompt or a limit is
+    beyond what the engine was made for, and MeshError where the model can not be split over the mesh."""
 
     def __init__(
         self,
@@ -57,6 +63,8 @@ class BuiltinEngine:
         max_prompt_tokens: int,
         max_total_tokens: int,
         dtype: Any,
+        mesh: Mesh | None = None,
+        reshard_chunk_size: int | None = None,
     ) -> None:
         for name, value, least in (
             ("max_slots", max_slots, 1),
@@ -69,6 +77,9 @@ class BuiltinEngine:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} is more than the model's {spec.max_positions} positions"
             )
+        self._mesh = mesh or single_device_mesh()
+        decode.check_fits(spec, self._mesh)
+        self._reshard_chunk_size = reshard_chunk_size
         self._spec = spec
         self._decode_text = tokenizer_decode
         self._max_slots = max_slots
@@ -87,14 +98,17 @@ class BuiltinEngine:
         """Compilations of device functions since this engine was made."""
         return decode.compilations.total() - self._compilations_before
 
-    def load_weights(self, params: Params, version: int) -> None:
-        """Copy the trainer's tree (stacked layers) into the decode view; `params` may be given away
-        afterwards."""
+    def load_weights(self, params: Params, version: int) -> Transfer | None:
+        """See RolloutEngine. Copies the trainer's tree (stacked layers) into the decode view."""
         _check_tree(self._spec, params)
         self._view = None  # frees the old weights before the new ones are made
+        view, report = decode.decode_view(
+            self._spec, params, self._mesh, self._dtype, version, self._reshard_chunk_size
+        )
         # Waits for the copy: NumPy arrays may be read in place, and the caller may change them on return.
-        self._view = jax.block_until_ready(decode.decode_view(self._spec, params, dtype=self._dtype))
+        self._view = jax.block_until_ready(view)
         self._version = version
+        return report
 
     def release_memory(self) -> None:
         """Nothing is kept between two calls of `generate` but the weights."""
@@ -112,7 +126,25 @@ class BuiltinEngine:
         check_request(prompts, seeds, sampling, self._spec.vocab_size, self._max_prompt_tokens, self._max_total_tokens)
         if not prompts:
             return []
-        run = _Run(self._spec, self._view, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots)
+        with on(self._mesh):
+            done = self._sample(self._view, prompts, seeds, sampling, on_progress)
+        return [
+            Group(prompt, tuple(by_index[i] for i in range(len(by_index))))
+            for prompt, by_index in zip(prompts, done, strict=True)
+        ]
+
+    def _sample(
+        self,
+        view: Params,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[dict[int, Completion]]:
+        """The completions of each prompt, by their number."""
+        run = _Run(
+            self._spec, view, self._mesh, self._dtype, self._lane_columns, prompts, seeds, sampling, self._max_slots
+        )
         done: list[dict[int, Completion]] = [{} for _ in prompts]
         tokens = finished = 0
         while drafts := run.advance():
@@ -125,10 +157,7 @@ class BuiltinEngine:
                     finished += 1
             if on_progress is not None:
                 on_progress(finished, tokens)
-        return [
-            Group(prompt, tuple(by_index[i] for i in range(len(by_index))))
-            for prompt, by_index in zip(prompts, done, strict=True)
-        ]
+        return done
 
     def _finish(self, draft: _Draft, new: int, sampling: SamplingParams) -> Completion | None:
         """The completion, if the draft's last `new` tokens ended it."""
@@ -161,6 +190,7 @@ class _Run:
         self,
         spec: ModelSpec,
         view: Params,
+        mesh: Mesh,
         dtype: Any,
         lane_columns: int,
         prompts: Sequence[Prompt],
@@ -170,13 +200,14 @@ class _Run:
     ) -> None:
         self._spec, self._view, self._dtype = spec, view, dtype
         self._prompts, self._seeds, self._sampling = prompts, seeds, sampling
-        self._schedule = Schedule([len(s) for s in seeds], max_slots)
+        self._shards = rules.ways("batch", mesh.shape)
+        self._schedule = Schedule([len(s) for s in seeds], max_slots, self._shards)
         num_rows = len(self._schedule.slots)
         longest = sampling.max_total_tokens - min(len(p.token_ids) for p in prompts)
         self._columns = min(FIRST_COLUMNS, bucket(longest, 16))
         self._column = 0
-        self._lanes = decode.empty_caches(spec, self._schedule.num_lanes, lane_columns, dtype)
-        self._own = decode.empty_caches(spec, num_rows, self._columns, dtype)
+        self._lanes = decode.empty_caches(spec, self._schedule.num_lanes, lane_columns, dtype, mesh)
+        self._own = decode.empty_caches(spec, num_rows, self._columns, dtype, mesh)
         self._lane_lengths = np.zeros(self._schedule.num_lanes, np.int32)
         zeros = np.zeros(num_rows, np.int32)
         self._rows = Rows(zeros, zeros.copy(), zeros.copy(), zeros.astype(bool), zeros.copy())
@@ -196,7 +227,8 @@ class _Run:
             return []
         oldest = int(self._rows.ages[active].max())
         if oldest == self._columns:
-            self._relocate(np.arange(len(self._schedule.slots)), 2 * self._columns)
+            of_shard = np.arange(len(self._schedule.slots) // self._shards)
+            self._relocate(np.tile(of_shard, self._shards), 2 * self._columns)
         steps = min(CHUNK, int(self._rows.remaining[active].max()), self._columns - oldest)
         chunk, self._own = decode.decode_chunk(
             self._spec, self._view, self._lanes, self._lane_lengths, self._own, self._rows, self._uniforms(active),
@@ -251,31 +283,41 @@ class _Run:
                 values[row] = value
 
     def _prefill(self, lanes: Sequence[tuple[int, int]]) -> None:
-        """Prefill the prompts that are new in `lanes` [(lane, group)], those of like length together."""
-        lanes_of: dict[int, list[int]] = {}
+        """Prefill the prompts that are new in `lanes` [(lane, group)], those of like length together. Each shard
+        computes the prompts of its own lanes."""
+        lanes_a_shard = self._schedule.num_lanes // self._shards
+        lanes_of: list[dict[int, list[int]]] = [{} for _ in range(self._shards)]  # by shard and group
         for lane, group in lanes:
-            lanes_of.setdefault(group, []).append(lane)
+            lanes_of[lane // lanes_a_shard].setdefault(group, []).append(lane)
             self._lane_lengths[lane] = len(self._prompts[group].token_ids) - 1
-        by_columns: dict[int, list[int]] = {}
-        for group in lanes_of:
-            length = len(self._prompts[group].token_ids) - 1
-            if length:
-                by_columns.setdefault(bucket(length, 32, halves=True), []).append(group)
-        for columns, groups in sorted(by_columns.items()):
+        by_columns: dict[int, list[list[int]]] = {}  # groups by shard
+        for shard, groups in enumerate(lanes_of):
+            for group in groups:
+                length = len(self._prompts[group].token_ids) - 1
+                if length:
+                    columns = bucket(length, 32, halves=True)
+                    by_columns.setdefault(columns, [[] for _ in range(self._shards)])[shard].append(group)
+        for columns, waiting in sorted(by_columns.items()):
             full = max(1, PREFILL_TOKENS // columns)
-            while groups:
+            while most := max(map(len, waiting)):
                 # Two sizes, so two compilations: a full call, or single prompts where it would be half empty.
-                size = full if 2 * len(groups) >= full else 1
-                batch, groups = groups[:size], groups[size:]
-                self._prefill_batch(batch, lanes_of, size, columns)
+                size = full if 2 * most >= full else 1
+                self._prefill_batch([groups[:size] for groups in waiting], lanes_of, size, columns)
+                waiting = [groups[size:] for groups in waiting]
 
-    def _prefill_batch(self, groups: Sequence[int], lanes_of: dict[int, list[int]], size: int, columns: int) -> None:
-        tokens, lengths = np.zeros((size, columns), np.int32), np.zeros(size, np.int32)
+    def _prefill_batch(
+        self, groups: Sequence[Sequence[int]], lanes_of: Sequence[dict[int, list[int]]], size: int, columns: int
+    ) -> None:
+        """Prefill up to `size` groups in each shard."""
+        rows = self._shards * size
+        tokens, lengths = np.zeros((rows, columns), np.int32), np.zeros(rows, np.int32)
         sources = np.full(self._schedule.num_lanes, -1, np.int32)
-        for i, group in enumerate(groups):
-            prefix = self._prompts[group].token_ids[:-1]
-            tokens[i, : len(prefix)], lengths[i] = prefix, len(prefix)
-            sources[lanes_of[group]] = i
+        for shard, of_shard in enumerate(groups):
+            for i, group in enumerate(of_shard):
+                prefix = self._prompts[group].token_ids[:-1]
+                row = shard * size + i
+                tokens[row, : len(prefix)], lengths[row] = prefix, len(prefix)
+                sources[lanes_of[shard][group]] = i
         caches = decode.prefill(self._spec, self._view, tokens, lengths, dtype=self._dtype)
         self._lanes = [decode.insert(*pair, sources) for pair in zip(self._lanes, caches, strict=True)]
 
@@ -283,12 +325,13 @@ class _Run:
         cut = self._schedule.cut()
         if cut is None:
             return
-        lanes, zero = np.array(cut.lanes), np.int32(0)
+        lanes, rows, zero = np.array(cut.lanes), np.array(cut.rows), np.int32(0)
+        lanes_before, rows_before = (len(x) // self._shards for x in (self._lane_lengths, self._rows.ages))
         lane_columns = self._lanes[0].k.shape[3]
         self._lanes = [decode.relocate(c, lanes, zero, columns=lane_columns) for c in self._lanes]
-        self._lane_lengths = self._lane_lengths[lanes]
-        rows = np.array(cut.rows)
-        self._rows = Rows(*(values[rows] for values in self._rows))
+        shard = np.arange(len(rows)) // (len(rows) // self._shards)
+        self._lane_lengths = self._lane_lengths[lanes + shard * lanes_before]
+        self._rows = Rows(*(values[rows + shard * rows_before] for values in self._rows))
         self._rows.active[:] = [slot is not None for slot in self._schedule.slots]
         self._relocate(rows, self._columns)
 

@@ -109,15 +109,22 @@ def _by_candidates(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Ar
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k` of x (B, V), in two stages where V is wide: the k largest lie in the k groups of largest maximum."""
-    # The barriers keep XLA from merging later slices into top_k's, after which it sorts the whole row.
     B, V = x.shape
     if 4 * k * _GROUP > V:
-        return lax.optimization_barrier(lax.top_k(x, k))
+        return _sealed_top_k(x, k)
     groups = jnp.pad(x, ((0, 0), (0, -V % _GROUP)), constant_values=-jnp.inf).reshape(B, -1, _GROUP)
-    _, best = lax.optimization_barrier(lax.top_k(groups.max(axis=2), k))
+    _, best = _sealed_top_k(groups.max(axis=2), k)
     candidates = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(B, k * _GROUP)
-    values, places = lax.optimization_barrier(lax.top_k(candidates, k))
+    values, places = _sealed_top_k(candidates, k)
     return values, jnp.take_along_axis(best, places // _GROUP, axis=1) * _GROUP + places % _GROUP
+
+
+def _sealed_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` behind a barrier: with later slices merged into its own, XLA would sort whole rows."""
+    values, ids = lax.top_k(x, k)
+    # In the other order: as it is, XLA's compiler for several CPU devices takes top_k and barrier for one, and crashes.
+    ids, values = lax.optimization_barrier((ids, values))
+    return values, ids
 
 
 def _from_whole(scaled: jax.Array, uniforms: jax.Array, cuts: Cuts) -> jax.Array:

@@ -2,7 +2,8 @@
 
 The batch is a grid of lanes × slots; a lane works for one prompt until that prompt's completions are done, so
 a freed slot goes to another completion of the same prompt at once and to another prompt when the whole lane
-is free. Sizes come from few buckets, because every new size is a compilation.
+is free. Sizes come from few buckets, because every new size is a compilation. On a mesh the lanes are dealt out to
+shards of equal size: lanes and rows of a shard are next to each other, and none ever moves to another shard.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ MAX_WIDTH = 8
 """Slots of a lane at most: more share a prompt's keys, but also wait longer for the last of them."""
 
 MIN_ROWS = 8
-"""Batches are not cut below this: reading the weights dominates there, so fewer rows take as long."""
+"""A shard is not cut below this: reading the weights dominates there, so fewer rows take as long."""
 
 
 def bucket(size: int, smallest: int, halves: bool = False) -> int:
@@ -42,27 +43,32 @@ class Admission:
 
 @dataclass(frozen=True)
 class Cut:
-    """A smaller grid: where each of its lanes and rows was before."""
+    """A smaller grid: where each of its lanes and rows was before, counted from the first of its shard."""
 
     lanes: tuple[int, ...]
     rows: tuple[int, ...]
 
 
 class Schedule:
-    """The grid's occupation. Changes only through `admit`, `release` and `cut`."""
+    """The grid's occupation. Changes only through `admit`, `release` and `cut`. `shards` splits the grid; it may have
+    more than `max_slots` slots where that is too few for one lane a shard."""
 
-    def __init__(self, group_sizes: Sequence[int], max_slots: int) -> None:
-        largest = max(group_sizes)
-        if sum(group_sizes) <= max_slots:
+    def __init__(self, group_sizes: Sequence[int], max_slots: int, shards: int = 1) -> None:
+        largest, total = max(group_sizes), sum(group_sizes)
+        if total <= max_slots:
             # Everything starts at once: a group fills one lane, or several of equal width.
-            width = -(-largest // -(-largest // MAX_WIDTH))
+            lanes_a_group = -(-largest // MAX_WIDTH)
+            width = -(-largest // lanes_a_group)
         else:
             # Slots are refilled: a quarter of a group side by side keeps a lane's slots busy until the group is
             # nearly done. Simulated with lengths as on GSM8K, wider and narrower lanes are both slower.
             width = min(MAX_WIDTH, max(1, largest // 4))
-        self.width = min(width, max_slots)
+        # Few completions on many shards: narrower lanes, so that every shard has one.
+        self.width = max(1, min(width, max_slots // shards, total // shards))
         lanes_wanted = sum(-(-size // self.width) for size in group_sizes)
-        self.num_lanes = min(bucket(lanes_wanted, 1, halves=True), max(1, max_slots // self.width))
+        lanes_a_shard = -(-bucket(lanes_wanted, 1, halves=True) // shards)
+        self.shards = shards
+        self.num_lanes = shards * min(lanes_a_shard, max(1, max_slots // self.width // shards))
         self.slots: list[Slot | None] = [None] * (self.num_lanes * self.width)
         self._sizes = list(group_sizes)
         self._started = [0] * len(group_sizes)
@@ -86,7 +92,8 @@ class Schedule:
         rows: list[tuple[int, Slot]] = []
         for lane in range(self.num_lanes):
             rows += self._fill(lane)
-        for lane in range(self.num_lanes):
+        per_shard = self.num_lanes // self.shards
+        for lane in (shard * per_shard + i for i in range(per_shard) for shard in range(self.shards)):
             if self.waiting and not any(self._slots_of(lane)):
                 group = self._next_group()
                 self._lanes[lane] = group
@@ -101,15 +108,29 @@ class Schedule:
         """Move the last completions to a smaller grid, one slot a lane, when nothing waits and it is
         smaller."""
         active = self.active
-        num_rows = bucket(len(active), MIN_ROWS)
-        if self.waiting or not active or num_rows > len(self.slots) * 3 // 4:
+        if self.waiting or not active:
             return None
-        rows = active + active[:1] * (num_rows - len(active))
-        lanes = [row // self.width for row in rows]
-        self.slots = [self.slots[row] for row in active] + [None] * (num_rows - len(active))
-        self._lanes = [self._lanes[lane] for lane in lanes]
-        self.num_lanes, self.width = num_rows, 1
-        return Cut(tuple(lanes), tuple(rows))
+        before = len(self.slots) // self.shards
+        kept = [[row for row in active if row // before == shard] for shard in range(self.shards)]
+        after = bucket(max(len(rows) for rows in kept), MIN_ROWS)
+        if after > before * 3 // 4:
+            return None
+        # A free row is a copy of any other row of its shard.
+        rows = [
+            row
+            for shard, of_shard in enumerate(kept)
+            for row in of_shard + [*of_shard, shard * before][:1] * (after - len(of_shard))
+        ]
+        self.slots = [
+            slot
+            for of_shard in kept
+            for slot in [*(self.slots[row] for row in of_shard), *[None] * (after - len(of_shard))]
+        ]
+        self._lanes = [self._lanes[row // self.width] for row in rows]
+        local = tuple(row % before for row in rows)
+        cut = Cut(tuple(row // self.width for row in local), local)
+        self.num_lanes, self.width = len(rows), 1
+        return cut
 
     def _slots_of(self, lane: int) -> list[Slot | None]:
         return self.slots[lane * self.width : (lane + 1) * self.width]

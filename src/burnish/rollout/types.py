@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from burnish.data.types import Prompt
+from burnish.parallel.transfer import Transfer
 
 
 class StopReason(StrEnum):
@@ -53,7 +54,10 @@ class Group:
 class RolloutEngine(Protocol):
     """`load_weights` is called after every update; `generate` may be called any number of times between."""
 
-    def load_weights(self, params: Any, version: int) -> None: ...
+    def load_weights(self, params: Any, version: int) -> Transfer | None:
+        """Take over the trainer's tree, which may be given away afterwards. Where it comes from other devices, what
+        was moved."""
+        ...
 
     def generate(
         self,

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from burnish.data.types import Prompt
 from burnish.models.families import tensor_map
 from burnish.models.params import Params
 from burnish.models.spec import ModelSpec
+from burnish.parallel.transfer import Transfer
 from burnish.rollout.request import check_request
 from burnish.rollout.stopping import stop_string_end
 from burnish.rollout.types import Completion, Group, SamplingParams, StopReason
@@ -49,6 +51,8 @@ class VllmOptions:
     restarts: int = 1
     chunk_size: int | None = None
     tensor_parallelism: int = 1
+    cuda_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the process."""
     max_num_batched_tokens: int | None = None
     memory_fraction: float | None = None
     async_scheduling: bool = False
@@ -108,11 +112,14 @@ class VllmEngine:
         """0: vLLM does not tell."""
         return 0
 
-    def load_weights(self, params: Params, version: int) -> None:
+    def load_weights(self, params: Params, version: int) -> Transfer:
         """Streams the trainer's tree to vLLM. Until the next call or release_memory it is remembered (not copied), for
-        a restart."""
+        a restart. Raises VllmWeightsError where it is not what vLLM's model takes."""
+        start = time.perf_counter()
         self._params, self._version, self._is_current = params, version, False
         self._or_again(lambda process: None)
+        num_bytes = sum(math.prod(m.hf_shape) for m in self._mappings) * self._dtype.itemsize
+        return Transfer(version, len(self._mappings), num_bytes, time.perf_counter() - start)
 
     def release_memory(self) -> None:
         """Weights and caches leave the accelerator, and `load_weights` has to come before `generate`; on CPU vLLM keeps
@@ -257,6 +264,8 @@ class VllmEngine:
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has a sampler of its own
             "PYTHONPATH": str(Path(__file__).parent / "worker"),
         }
+        if self._options.cuda_devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._options.cuda_devices
         if self._options.memory_fraction is None:
             # Read by vLLM on CPU only: room for what is sampled at once, not a share of all memory.
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(math.ceil(self._cache_bytes() / 2**30)))

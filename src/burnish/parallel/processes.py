@@ -1,0 +1,63 @@
+"""What the processes of a run say to one another: small values that all of them get in the same order.
+
+All processes run the same program, so each function here must be called by all of them, at the same point. With one
+process they cost nothing.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from burnish.parallel.errors import ProcessError
+
+T = TypeVar("T")
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes what is written once."""
+    return jax.process_index() == 0
+
+
+def gather(value: T) -> list[T]:
+    """The value of every process, by process number, on all of them."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag is set in any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+
+
+def together(call: Callable[[], T]) -> T:
+    """`call()` in every process; where it raises in one it raises in all, so that none waits for one that has gone."""
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = call()
+    except Exception as e:
+        error = e
+    said = gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for process, text in enumerate(said):
+        if text is not None:
+            raise ProcessError(f"process {process}: {text}")
+    return result
+
+
+def by_first(call: Callable[[], Any]) -> None:
+    """`call()` in the first process alone; where it raises, it raises in all."""
+    together(call if is_first() else lambda: None)

@@ -1,0 +1,183 @@
+"""Weights from one mesh to another: on the same devices, or from the trainer's to the sampler's.
+
+Arrays are cut out of their stacks, cast, and laid out for the receiver on the sender's devices, where links are
+fastest; what then crosses to other devices is whole shards, each copied from one device to another. Across devices
+every array is summed up on both sides (`checksum`), so that one that went missing, was changed or took another's place
+is found before it is used.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from burnish.parallel.errors import MeshError
+from burnish.parallel.mesh import AXES, on
+
+
+class TransferError(MeshError):
+    """Weights did not arrive as they were sent."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One array of the receiver: `source`, or its part `index` along the first axis, to be laid out as `target`."""
+
+    name: str
+    source: Any  # jax.Array or NumPy array
+    index: int | None
+    target: NamedSharding
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What was moved between devices."""
+
+    version: int
+    num_arrays: int
+    num_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        size = self.num_bytes / 1e9
+        return (
+            f"Reshard finished: weights of version {self.version}, {self.num_arrays} arrays, {size:.3g} GB in "
+            f"{self.seconds:.3g} s ({size / max(self.seconds, 1e-9):.3g} GB/s)"
+        )
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """() uint32, a sum of all bits of x weighted by their place: exact, and the same however x is split."""
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    place = jnp.uint32(1)
+    for axis in range(x.ndim):
+        # An odd factor loses no bit.
+        place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def relaid(pieces: Sequence[Piece], dtype: Any) -> list[jax.Array]:
+    """Copies of the pieces in `dtype` on their targets, whose devices are the sources' (or the sources are on none)."""
+    layouts = tuple(p.target for p in pieces)
+    sent = _layouts_on_sender(pieces)
+    with on(sent[0].mesh):
+        arrays, _ = _cut_out(_arrays(pieces), _indices(pieces), dtype=dtype, layouts=sent, summed=False)
+    return [x if a == b else jax.device_put(x, b) for x, a, b in zip(arrays, sent, layouts, strict=True)]
+
+
+def send(pieces: Sequence[Piece], dtype: Any, version: int, chunk_size: int | None) -> tuple[dict[str, Any], Transfer]:
+    """The pieces, by name, in `dtype` on their targets, which are other devices than the sources': `chunk_size` at
+    a time (None: all), each of them once. Raises TransferError."""
+    start = time.perf_counter()
+    received: dict[str, jax.Array] = {}
+    sums_sent: dict[str, jax.Array] = {}
+    size = chunk_size or len(pieces)
+    for i in range(0, len(pieces), size):
+        chunk = pieces[i : i + size]
+        sent = _layouts_on_sender(chunk)
+        with on(sent[0].mesh):
+            arrays, sums = _cut_out(_arrays(chunk), _indices(chunk), dtype=dtype, layouts=sent, summed=True)
+        sums_sent |= {p.name: s for p, s in zip(chunk, sums, strict=True)}
+        arrived = _copy({p.name: x for p, x in zip(chunk, arrays, strict=True)}, {p.name: p.target for p in chunk})
+        if chunk_size is not None:
+            jax.block_until_ready(arrived)  # so that no more than a chunk is held twice
+        received |= arrived
+    _verify(version, sums_sent, received, pieces[0].target.mesh)
+    num_bytes = sum(x.nbytes for x in received.values())
+    return received, Transfer(version, len(received), num_bytes, time.perf_counter() - start)
+
+
+def same_devices(mesh: Mesh, tree: Any) -> bool:
+    """Whether a compiled function can read this tree and write to the mesh: all its arrays are on the mesh's devices,
+    or on none in particular."""
+    devices = set(mesh.devices.flat)
+    return all(
+        not isinstance(x, jax.Array) or not x.committed or x.sharding.device_set == devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _arrays(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    """The sources; of those on the host only what is wanted."""
+    return tuple(
+        p.source[p.index] if isinstance(p.source, np.ndarray) and p.index is not None else p.source for p in pieces
+    )
+
+
+def _indices(pieces: Sequence[Piece]) -> tuple[np.int32 | None, ...]:
+    return tuple(None if p.index is None or isinstance(p.source, np.ndarray) else np.int32(p.index) for p in pieces)
+
+
+def _layouts_on_sender(pieces: Sequence[Piece]) -> tuple[NamedSharding, ...]:
+    """The targets' layouts on the devices that the sources are on: the same number of parts, in the same order."""
+    return tuple(_layout_on_sender(p.source, p.target) for p in pieces)
+
+
+def _layout_on_sender(source: Any, target: NamedSharding) -> NamedSharding:
+    if not isinstance(source, jax.Array) or not source.committed:
+        return target
+    devices = _ordered_devices(source)
+    if devices == list(target.mesh.devices.flat):
+        return target
+    sizes = [target.mesh.shape[axis] for axis in AXES]
+    parts = math.prod(sizes[1:])
+    if math.prod(sizes) == len(devices):
+        shape = sizes
+    elif len(devices) % parts == 0:
+        shape = [len(devices) // parts, *sizes[1:]]
+    else:  # the parts differ then, and the copy goes through the host
+        return NamedSharding(Mesh(np.array(devices).reshape(-1, 1, 1, 1), AXES), jax.sharding.PartitionSpec())
+    return NamedSharding(Mesh(np.array(devices).reshape(shape), AXES), target.spec)
+
+
+def _ordered_devices(x: jax.Array) -> list[jax.Device]:
+    sharding = x.sharding
+    return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
+
+
+@partial(jax.jit, static_argnames=("dtype", "layouts", "summed"))
+def _cut_out(
+    arrays: tuple[jax.Array, ...],
+    indices: tuple[jax.Array | None, ...],
+    dtype: Any,
+    layouts: tuple[NamedSharding, ...],
+    summed: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Copies, never the arrays themselves: their owner gives them away to its next update."""
+    parts = []
+    for x, index, layout in zip(arrays, indices, layouts, strict=True):
+        if index is not None:
+            x = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+        x = jnp.array(x, dtype, copy=True)
+        parts.append(x if layout.mesh.size == 1 else jax.lax.with_sharding_constraint(x, layout))
+    return parts, [checksum(x) for x in parts] if summed else []
+
+
+def _copy(arrays: Mapping[str, jax.Array], targets: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
+    """From the sender's devices to the receiver's."""
+    return dict(zip(arrays, jax.device_put(list(arrays.values()), [targets[name] for name in arrays]), strict=True))
+
+
+_checksums = jax.jit(lambda arrays: [checksum(x) for x in arrays])
+
+
+def _verify(
+    version: int, sums_sent: Mapping[str, jax.Array], received: Mapping[str, jax.Array], receiver: Mesh
+) -> None:
+    what = f"transfer of weights, version {version}"
+    for name in sorted(sums_sent.keys() ^ received.keys()):
+        raise TransferError(f"{what}: {name} {'did not arrive' if name in sums_sent else 'was not sent'}")
+    names = list(received)
+    with on(receiver):
+        sums = jax.device_get(_checksums([received[name] for name in names]))
+    for name, got in zip(names, sums, strict=True):
+        if got != (sent := np.asarray(sums_sent[name])):
+            raise TransferError(f"{what}: {name} is not what was sent (checksum {got:08x}, sent {int(sent):08x})")

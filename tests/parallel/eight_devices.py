@@ -1,0 +1,195 @@
+"""`python eight_devices.py FILE`: what a tiny model computes on meshes of 8 virtual devices, written as JSON.
+
+A program of its own, because the number of devices is settled when JAX starts. XLA_FLAGS must ask for 8.
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burnish.data.types import Prompt
+from burnish.models import decoder
+from burnish.models.params import head, init_params
+from burnish.models.spec import ExpertsSpec, ModelSpec
+from burnish.parallel.mesh import MeshSizes, make_mesh, on
+from burnish.rl.advantages import group_advantages
+from burnish.rl.logprobs import selected_logprobs
+from burnish.rl.losses import LossOptions
+from burnish.rl.optimizer import OptimizerOptions
+from burnish.rl.packing import pack
+from burnish.rl.schedule import LearningRate
+from burnish.rl.update import UpdateOptions, Updater
+from burnish.rollout.types import Completion, Group, StopReason
+
+DENSE = ModelSpec(
+    family="llama",
+    num_layers=2,
+    d_model=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_mlp=256,
+    vocab_size=512,
+    rms_norm_eps=1e-5,
+    tied_head=True,
+    max_positions=512,
+)
+EXPERTS = replace(
+    DENSE, family="mixtral", tied_head=False, experts=ExpertsSpec(num_experts=4, num_active=2, d_expert=128)
+)
+MODELS = {"dense": DENSE, "experts": EXPERTS}
+MESHES = {
+    "one": None,
+    "data8": MeshSizes(data=8),
+    "fsdp8": MeshSizes(fsdp=8),
+    "fsdp4tensor2": MeshSizes(fsdp=4, tensor=2),
+    "fsdp2tensor4": MeshSizes(fsdp=2, tensor=4),  # more devices than kv heads
+    "fsdp2expert2tensor2": MeshSizes(fsdp=2, expert=2, tensor=2),
+    "data2expert4": MeshSizes(data=2, expert=4),
+}
+RUNS = {
+    "dense": ("one", "data8", "fsdp8", "fsdp4tensor2", "fsdp2tensor4"),
+    "experts": ("one", "fsdp2expert2tensor2", "data2expert4"),
+}
+STEPS = 3
+
+
+def mesh_of(name):
+    sizes = MESHES[name]
+    return make_mesh(jax.devices()[:1] if sizes is None else jax.devices(), sizes or MeshSizes())
+
+
+def packed_rows(length=320, rows=8):
+    """Rows of two segments (the second with two branches) and some padding, longer than what is computed whole."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, DENSE.vocab_size, (rows, length)).astype(np.int32)
+    segments, branches, positions = (np.zeros((rows, length), np.int32) for _ in range(3))
+    for row in range(rows):
+        cut, end = 100 + 5 * row, length - 7 * row
+        segments[row, :cut], segments[row, cut:end] = 1, 2
+        positions[row, :cut], positions[row, cut:end] = np.arange(cut), np.arange(end - cut)
+        branches[row, cut + 50 : cut + 90], branches[row, cut + 90 : end] = 1, 2
+    targets = np.roll(tokens, -1, axis=1)
+    return tokens, positions, segments, branches, targets
+
+
+def values_and_gradients(spec, mesh):
+    """Logits, the logprobs of the next tokens, and the gradient of their mean."""
+    params = jax.device_put(init_params(spec, jax.random.key(0), std=0.1), Updater(spec, options(), mesh).state_shardings.params)  # fmt: skip  # noqa: E501
+    tokens, positions, segments, branches, targets = packed_rows()
+
+    def f(params):
+        hidden = decoder.forward(spec, params, tokens, positions, segments, branches)
+        lp, _ = selected_logprobs(hidden, head(params), jnp.asarray(targets), jnp.int32(tokens.shape[1]), 1.0)
+        real = segments != 0
+        logits = jnp.where(real[..., None], decoder.unembed(spec, params, hidden), 0)
+        return jnp.sum(jnp.where(real, lp, 0)) / np.sum(real), logits
+
+    with on(mesh):
+        (value, logits), gradients = jax.jit(jax.value_and_grad(f, has_aux=True))(params)
+    return {"value": value, "logits": logits, "gradients": gradients}
+
+
+def options(kind="adamw"):
+    # A large eps: what is compared is arithmetic, not the sign of gradients that are 0 but for rounding.
+    optimizer = OptimizerOptions(LearningRate(1e-2, 0, 100), kind=kind, eps=1e-3, clip=1.0)
+    return UpdateOptions(LossOptions(), optimizer, remat="minimal")
+
+
+def rollouts():
+    rng = np.random.default_rng(1)
+
+    def completion():
+        ids = rng.integers(1, DENSE.vocab_size, rng.choice([3, 9, 23])).astype(np.int32)
+        return Completion(ids, np.full(len(ids), -4.0, np.float32), np.zeros_like(ids), StopReason.STOP, "", 0)
+
+    return [
+        Group(
+            Prompt(i, "", "", "", tuple(rng.integers(1, DENSE.vocab_size, 5).tolist())),
+            tuple(completion() for _ in range(4)),
+        )
+        for i in range(6)
+    ]
+
+
+def train(spec, mesh, kind):
+    """Losses, gradient norms and weights of three steps, and what the compiled programs look like."""
+    updater = Updater(spec, options(kind), mesh)
+    state = updater.init(init_params(spec, jax.random.key(0), std=0.1))
+    groups = rollouts()
+    metrics = []
+    for step in range(STEPS):
+        rewards = np.random.default_rng(step).integers(0, 2, (len(groups), 4)).astype(np.float64)
+        valid = np.ones(rewards.shape, bool)
+        packed = pack(groups, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=3, rows=updater.rows)
+        state, found, _ = updater.step(state, packed)
+        metrics.append({k: float(found[k]) for k in ("grad_norm", "entropy", "update_norm", "ratio_max")})
+    with on(mesh):
+        batch = updater._put(packed.micro_batches[0])
+        gradients = updater._gradients.lower(state.params, batch, packed.denominators).compile()
+    return state, metrics, facts(updater, state, batch, gradients, len(packed.micro_batches))
+
+
+def facts(updater, state, batch, gradients, micro_batches):
+    """Sizes on a device in relation to the whole, collectives and the largest arrays of the compiled gradient."""
+    split = {}
+    for name, tree in (("params", state.params), ("moments", state.opt_state)):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            key = f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            split[key] = [list(x.shape), list(x.addressable_shards[0].data.shape)]
+    text = gradients.as_text()
+    collectives = {}
+    for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+        shapes = re.findall(rf"= \(?([a-z0-9]+\[[0-9,]*\])[^=]*? {kind}(?:-start)?\(", text)
+        collectives[kind] = sorted(set(shapes))
+    shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"f32\[([0-9,]+)\]", text)}
+    return {
+        "split": split,
+        "collectives": collectives,
+        "shapes": sorted(shapes, key=np.prod)[-12:],
+        "rows": list(batch.tokens.shape),
+        "micro_batches": micro_batches,
+        "compilations": updater.num_compilations,
+    }
+
+
+def largest_difference(a, b):
+    """Of the leaves, relative to each leaf's largest value."""
+    return max(
+        float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / max(np.max(np.abs(np.asarray(y))), 1e-30))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def main(file):
+    found = {}
+    for model, names in RUNS.items():
+        spec, reference = MODELS[model], None
+        for name in names:
+            values = values_and_gradients(spec, mesh_of(name))
+            reference = reference or values
+            found[f"{model}/{name}/values"] = {k: largest_difference(values[k], reference[k]) for k in values}
+            print(model, name, found[f"{model}/{name}/values"], flush=True)
+        for kind in ("adamw", "adafactor"):
+            first = None
+            for name in names:
+                state, metrics, about = train(spec, mesh_of(name), kind)
+                first = first or (state, metrics)
+                found[f"{model}/{name}/{kind}"] = {
+                    "metrics": metrics,
+                    "reference": first[1],
+                    "weights": largest_difference(state.params, first[0].params),
+                    **about,
+                }
+                print(model, name, kind, found[f"{model}/{name}/{kind}"]["weights"], flush=True)
+    with open(file, "w") as f:
+        json.dump(found, f)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
