@@ -74,11 +74,7 @@ def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_y
         load_config(RunConfig, [*WORKFLOW_B_TRAIN, "rollout_engine=vllm"])
     refused = {line.split("=")[0] for line in str(error.value).splitlines()}
     assert all("not supported yet" in line for line in str(error.value).splitlines())
-    assert refused == {
-        "scan_layers",
-        "ici_tensor_parallelism",
-        "ici_expert_parallelism",
-    }
+    assert refused == {"scan_layers"}
     one_device = [arg for arg in WORKFLOW_B_TRAIN if arg.split("=")[0] not in refused]
     cfg = load_config(RunConfig, [*one_device, "rollout_engine=vllm"])
     assert (cfg.learning_rate, cfg.rl.num_generations, cfg.debug, cfg.mu_dtype) == (2e-5, 4, True, "bfloat16")

@@ -111,7 +111,8 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds/reshard": Metric(
         "s",
-        "Time to move the new weights to the sampler, where that is vLLM or has devices of its own; part of seconds/update.",
+        "Time to move the new weights to the sampler, where that is vLLM or has devices of its own; part of "
+        "seconds/update.",
     ),
     "seconds/checkpoint": Metric("s", "Time to save a checkpoint; 0 on steps without one."),
     "seconds/step": Metric("s", "Time of the whole step."),
