@@ -38,8 +38,7 @@ class VllmLost(VllmError):
 class VllmProcess:
     """One vLLM process; `close` kills it. Every method raises VllmError."""
 
-    def __init__(self, python: str | None, log: Path, environment: Mapping[str, str], *, worker: Path = WORKER) -> None:
-        """`worker` is the script that runs there, with the number of its end of the connection as argument."""
+    def __init__(self, python: str | None, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
         self._python = python or sys.executable
         self._buffer = b""
@@ -52,7 +51,7 @@ class VllmProcess:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [self._python, "-u", str(worker), str(theirs.fileno())],
+                [self._python, "-u", str(WORKER), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
