@@ -282,8 +282,7 @@ def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama):
     want = [g.completions[0].token_ids.tolist() for g in greedy(engine, spec)]
 
     def kill(*_):
-        if engine._process is not None:
-            os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
 
     def tokens():
         return [g.completions[0].token_ids.tolist() for g in greedy(engine, spec)]
@@ -300,7 +299,7 @@ def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama):
     assert group.completions[0].weight_versions.tolist() == [1] * NEW_TOKENS
 
     # While weights are sent, and then while the next process starts.
-    right, before = engine._tensors, engine._process.pid
+    right, before = engine._tensors, engine.pid
 
     def tensors():
         for i, tensor in enumerate(right()):
@@ -309,7 +308,7 @@ def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama):
             yield tensor
 
     def kill_the_next():
-        while engine._process is None or engine._process.pid == before:
+        while engine.pid in (None, before):
             time.sleep(0.01)
         time.sleep(1)
         kill()

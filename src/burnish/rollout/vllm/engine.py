@@ -108,6 +108,11 @@ class VllmEngine:
             self._log.unlink(missing_ok=True)
 
     @property
+    def pid(self) -> int | None:
+        """vLLM's process, where there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def num_compilations(self) -> int:
         """0: vLLM does not tell."""
         return 0
