@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,12 +129,13 @@ def two_checkpoints(name: str, directory: Path) -> list[Path]:
     ]
 
 
-def engines(directory: Path, spec, max_slots: int = 3, **options) -> tuple[VllmEngine, BuiltinEngine]:
-    """Fewer slots than completions."""
-    sizes = {"max_slots": max_slots, "max_prompt_tokens": 160, "max_total_tokens": 224, "dtype": "float32"}
+# Fewer slots than completions.
+SIZES = {"max_slots": 3, "max_prompt_tokens": 160, "max_total_tokens": 224, "dtype": "float32"}
+
+
+def vllm_engine(directory: Path, spec, restarts: int = 0, **more) -> VllmEngine:
     decode = load_tokenizer(directory).decode
-    vllm = VllmEngine(spec, directory, decode, VllmOptions(python=PYTHON, **{"restarts": 0} | options), **sizes)
-    return vllm, BuiltinEngine(spec, decode, **sizes)
+    return VllmEngine(spec, directory, decode, VllmOptions(python=PYTHON, restarts=restarts), **SIZES, **more)
 
 
 def prompts(vocab_size: int) -> list[Prompt]:
@@ -158,16 +160,16 @@ def sampled(tmp_path_factory):
         first, other = two_checkpoints(name, tmp_path_factory.mktemp(name))
         spec, params = load_params(first)
         _, changed_params = load_params(other)
-        vllm, builtin = engines(first, spec)
+        builtin = BuiltinEngine(spec, load_tokenizer(first).decode, **SIZES)
         results = []
-        # The third update brings the changed weights for the second time, after the first ones.
-        for directory, updates in ((first, [params]), (other, [changed_params, params, changed_params])):
-            for update in updates:
-                vllm.release_memory()
-                vllm.load_weights(update, len(results))
-            builtin.load_weights(update, len(results))
-            results.append(Sampled(directory, greedy(vllm, spec), greedy(builtin, spec)))
-        vllm.close()
+        with closing(vllm_engine(first, spec)) as vllm:
+            # The third update brings the changed weights for the second time, after the first ones.
+            for directory, updates in ((first, [params]), (other, [changed_params, params, changed_params])):
+                for update in updates:
+                    vllm.release_memory()
+                    vllm.load_weights(update, len(results))
+                builtin.load_weights(update, len(results))
+                results.append(Sampled(directory, greedy(vllm, spec), greedy(builtin, spec)))
         return results
 
     return run
@@ -213,14 +215,23 @@ def llama(tmp_path_factory):
     return directory, *load_params(directory)
 
 
-def test_sampling_seeds_and_weights_that_are_wrong(llama):
+@pytest.fixture
+def opened(llama):
+    """opened(restarts, …): an engine of that model, which ends with the test."""
+    directory, spec, _ = llama
+    with ExitStack() as stack:
+        yield lambda *args, **more: stack.enter_context(closing(vllm_engine(directory, spec, *args, **more)))
+
+
+def test_sampling_seeds_and_weights_that_are_wrong(llama, opened):
     """In one process, as each takes seconds to start."""
-    directory, spec, params = llama
-    engine, _ = engines(directory, spec)
+    _, spec, params = llama
+    engine = opened()
     with pytest.raises(RuntimeError, match="before load_weights"):
         greedy(engine, spec)
 
     # Nothing wrong is sampled with, and it is named; the process then takes right ones.
+    engine.load_weights(params, 0)
     right = engine._tensors
     tensors = {t.name: t for t in right()}
     q, k, norm = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight", "model.norm.weight"
@@ -232,7 +243,6 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama):
         k: [t._replace(array=swapped.get(t.name, t.array)) for t in tensors.values()],
         f"{norm} is float32": [t._replace(array=t.array[:-1]) if t.name == norm else t for t in tensors.values()],
     }
-    engine.load_weights(params, 0)
     for named, sent in wrong.items():
         engine._tensors = lambda sent=sent: iter(sent)
         with pytest.raises(VllmWeightsError, match=named.replace(".", r"\.")):
@@ -273,11 +283,10 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama):
     engine._log.unlink()
 
 
-def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama):
-    directory, spec, params = llama
+def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama, opened):
+    _, spec, params = llama
     notes: list[str] = []
-    engine, _ = engines(directory, spec, restarts=4)
-    engine._note = notes.append
+    engine = opened(4, note=notes.append)
     engine.load_weights(params, 0)
     want = [g.completions[0].token_ids.tolist() for g in greedy(engine, spec)]
 
@@ -363,7 +372,7 @@ def test_three_steps_have_the_same_prompts_masks_and_for_equal_tokens_the_same_l
 
     def run(name, *options):
         args = tiny_runs.train_args(model, questions, tmp_path, name, "num_batches=3", "num_epoch=1", *options)
-        tiny_runs.run_training(*args, "rl.mask_truncated_completions=true")
+        tiny_runs.run_training(*args)
         return tiny_runs.metrics(tmp_path / name)
 
     monkeypatch.setattr(VllmEngine, "generate", recording)

@@ -40,13 +40,14 @@ class StandIn:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.monkeypatch = directory, monkeypatch
         self.notes: list[str] = []
+        self.engines: list[VllmEngine] = []
         self.log = directory / "vllm.log"
         monkeypatch.setattr(process, "WORKER", Path(__file__).parent / "vllm_stand_in.py")
 
     def engine(self, faults=None, completions=(ANSWER,), spec=TINY, dtype="float32", **options) -> VllmEngine:
         plan = {"directory": str(self.directory), "faults": faults or {}, "completions": list(completions)}
         self.monkeypatch.setenv("STAND_IN", json.dumps(plan))
-        return VllmEngine(
+        engine = VllmEngine(
             spec,
             self.directory / "model",
             decode_text,
@@ -58,6 +59,8 @@ class StandIn:
             log=self.log,
             note=self.notes.append,
         )
+        self.engines.append(engine)
+        return engine
 
     @property
     def requests(self):
@@ -74,7 +77,10 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    return StandIn(tmp_path, monkeypatch)
+    stand_in = StandIn(tmp_path, monkeypatch)
+    yield stand_in
+    for engine in stand_in.engines:
+        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,6 @@ def test_the_tensors_of_the_checkpoint_arrive_once_each_under_their_names(stand_
     spec, params = load_params(write_checkpoint(tmp_path / "checkpoint", config, tensors))
     engine = stand_in.engine(spec=spec, chunk_size=3)
     engine.load_weights(params, 0)
-    engine.close()
     messages = [described for _, message, described in stand_in.requests if message["do"] == "weights"]
     assert max(len(described) for described in messages) == 3
     described = [tensor for described in messages for tensor in described]
@@ -122,7 +127,6 @@ def test_the_tensors_of_the_checkpoint_arrive_once_each_under_their_names(stand_
 def test_bfloat16_weights_are_rounded_once_by_the_trainer(stand_in, tmp_path, params):
     engine = stand_in.engine(dtype="bfloat16")
     engine.load_weights(params, 0)
-    engine.close()
     found = np.frombuffer((tmp_path / "1-model.embed_tokens.weight").read_bytes(), jax.numpy.bfloat16)
     want = np.asarray(params["embed"]).astype(jax.numpy.bfloat16).ravel()
     np.testing.assert_array_equal(found, want)
@@ -132,7 +136,6 @@ def test_bfloat16_weights_are_rounded_once_by_the_trainer(stand_in, tmp_path, pa
 def test_a_killed_process_is_replaced_and_the_new_one_gets_the_weights_first(stand_in, params, phase):
     engine = stand_in.engine({f"1 {phase}": "kill"}, restarts=1)
     completion = step(engine, params, version=4)
-    engine.close()
     assert stand_in.starts == 2
     (note,) = stand_in.notes
     assert "SIGKILL" in note
@@ -167,7 +170,6 @@ def test_a_process_that_dies_while_the_trainer_trains_is_replaced_at_the_next_we
     step(engine, params, 0)
     os.kill(stand_in.pid(1), signal.SIGKILL)
     assert step(engine, params, 1).weight_versions.tolist() == [1, 1, 1]
-    engine.close()
     assert stand_in.starts == 2
 
 
@@ -208,7 +210,6 @@ def test_after_refused_weights_the_process_goes_on_with_right_ones(stand_in, par
             engine.load_weights(params, 0)
     with pytest.raises(VllmWeightsError):  # nothing is sampled with them
         engine.generate([make_prompt(5)], [[7]], GREEDY)
-    engine.close()
     assert stand_in.starts == 1
     assert "generate" not in {message["do"] for _, message, _ in stand_in.requests}
 
@@ -226,7 +227,6 @@ def test_a_stop_while_sampling_ends_the_process_and_the_next_call_starts_another
         engine.generate([make_prompt(5)], [[7]], GREEDY, stop)
     assert not is_alive(stand_in.pid(1))
     assert engine.generate([make_prompt(5)], [[7]], GREEDY)[0].completions[0].token_ids.tolist() == [5, 6, 3]
-    engine.close()
     assert stand_in.notes == []
 
 
@@ -274,7 +274,7 @@ def test_options_reach_vllm_under_its_names(stand_in, params):
         "hf_overrides": {"a": 1},
         "additional_config": {"b": 2},
     }
-    stand_in.engine(**options, cuda_devices="4,5").close()
+    stand_in.engine(**options, cuda_devices="4,5")
     assert stand_in.requests[0][1]["options"] == {
         "dtype": "float32",
         "max_model_len": 40,
@@ -336,7 +336,6 @@ def test_completions_end_where_those_of_the_built_in_engine_end(stand_in, params
     engine.load_weights(params, 0)
     sampling = SamplingParams(40, stop_token_ids=(3, 7), stop_strings=("gh",))
     (completion,) = engine.generate([make_prompt(5)], [[7]], sampling)[0].completions
-    engine.close()
     assert (completion.token_ids.tolist(), completion.stop_reason) == (tokens, reason)
     assert completion.text == decode_text(tokens)
     assert len(completion.logprobs) == len(completion.weight_versions) == len(tokens)
@@ -347,7 +346,6 @@ def test_a_stop_string_that_the_text_does_not_hold_is_an_error(stand_in, params)
     engine.load_weights(params, 0)
     with pytest.raises(VllmError, match="'gh'"):
         engine.generate([make_prompt(5)], [[7]], SamplingParams(40, stop_strings=("gh",)))
-    engine.close()
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(40, temperature=0.005), SamplingParams(40, min_p=0.1, top_p=0.9)])
@@ -356,7 +354,6 @@ def test_what_vllm_would_sample_otherwise_is_refused(stand_in, params, sampling)
     engine.load_weights(params, 0)
     with pytest.raises(BurnishError, match="rollout_engine=builtin"):
         engine.generate([make_prompt(5)], [[7]], sampling)
-    engine.close()
     assert "generate" not in {message["do"] for _, message, _ in stand_in.requests}
 
 
@@ -378,4 +375,3 @@ def test_nothing_is_sampled_between_release_and_new_weights(stand_in, params):
     step(engine, params)
     with pytest.raises(RuntimeError, match="before load_weights"):
         engine.generate([make_prompt(5)], [[7]], GREEDY)
-    engine.close()

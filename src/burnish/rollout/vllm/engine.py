@@ -274,6 +274,8 @@ class VllmEngine:
         if self._options.memory_fraction is None:
             # Read by vLLM on CPU only: room for what is sampled at once, not a share of all memory.
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(math.ceil(self._cache_bytes() / 2**30)))
+        else:
+            environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be heeded, and the fraction not
         return environment
 
     def _cache_bytes(self) -> int:

@@ -145,6 +145,8 @@ class Worker:
         options = dict(message["options"])
         if current_platform.is_cpu():
             options["enforce_eager"] = True  # compiling takes minutes there and gains little
+            if options["async_scheduling"]:
+                raise ValueError("async_scheduling=true has no effect on a CPU, where vLLM schedules in turn")
         self._can_sleep = options["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
         self._llm = LLM(
             model=message["model"],
