@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
+from burnish.checkpoints.hf_export import write_json
+from burnish.checkpoints.hf_import import read_config
 from burnish.config.describe import eval_sampling
 from burnish.config.groups import (
     DataOptions,
@@ -29,6 +31,7 @@ from burnish.data.templates import PromptTemplate
 from burnish.data.tokenizer import Tokenizer
 from burnish.data.types import Prompt
 from burnish.errors import BurnishError
+from burnish.models.families import spec_from_hf, text_only_config
 from burnish.models.params import Params, param_shardings
 from burnish.models.spec import ModelSpec
 from burnish.observe.files import is_local
@@ -219,8 +222,11 @@ def open_engine(
         additional_config=cfg.vllm_additional_config,
     )
     with source.snapshot() as directory:
+        # What is trained is text: vLLM makes no vision tower.
+        config = text_only_config(read_config(directory))
+        write_json(directory / "config.json", config)
         engine = VllmEngine(
-            source.spec,
+            spec_from_hf(config),
             directory,
             source.tokenizer.decode,
             options,

@@ -31,6 +31,7 @@ __all__ = [
     "resolve_config",
     "spec_from_hf",
     "tensor_map",
+    "text_only_config",
     "tied_head_copy",
 ]
 
@@ -61,6 +62,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if model_type not in _FAMILIES:
         raise ModelError(f"config.json: model_type is {model_type!r}; supported: {', '.join(sorted(_FAMILIES))}")
     return _FAMILIES[model_type].spec_from_hf(config)
+
+
+def text_only_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model's text part as a model of its own: the same, where the model is nothing else."""
+    names = _FAMILIES[config["model_type"]].text_only.get(config["model_type"])
+    if names is None:
+        return dict(config)
+    text = dict(config["text_config"])
+    if config.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return text | {"model_type": names[0], "architectures": [names[1]]}
 
 
 def tensor_map(spec: ModelSpec) -> list[TensorMapping]:

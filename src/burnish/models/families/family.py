@@ -25,5 +25,8 @@ class Family:
     left_out: re.Pattern[str] | None = None
     """Names of tensors that a checkpoint may hold and that are not read: vision and audio towers."""
 
+    text_only: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Model types that are multimodal -> (model type, architecture) of their text part as a model of its own."""
+
     presets: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of published models, by the names that model_name takes."""

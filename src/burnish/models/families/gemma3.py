@@ -181,5 +181,6 @@ FAMILY = Family(
     spec_from_hf,
     tensor_map,
     left_out=re.compile(r"(vision_tower|multi_modal_projector)\..*"),
+    text_only={"gemma3": ("gemma3_text", _ARCHITECTURES["gemma3_text"])},
     presets=_PRESETS,
 )

@@ -237,5 +237,6 @@ FAMILY = Family(
     spec_from_hf,
     tensor_map,
     left_out=re.compile(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*"),
+    text_only={"gemma4": ("gemma4_text", _ARCHITECTURES["gemma4_text"])},
     presets=_PRESETS,
 )
