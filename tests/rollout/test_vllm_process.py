@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,7 +21,6 @@ from llama_variants import write_checkpoint
 
 from burnish.checkpoints.hf_import import load_params
 from burnish.errors import BurnishError
-from burnish.rl.setup import cuda_devices
 from burnish.rollout.types import SamplingParams, StopReason
 from burnish.rollout.vllm import process
 from burnish.rollout.vllm.engine import VllmEngine, VllmOptions
@@ -289,13 +287,6 @@ def test_options_reach_vllm_under_its_names(stand_in, params):
     }
     environment, _ = json.loads((stand_in.directory / "environment-1").read_text())
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
-
-
-def test_vllm_gets_the_gpus_of_the_sampler_as_they_are_called_outside():
-    gpus = [SimpleNamespace(platform="gpu", local_hardware_id=i) for i in range(4)]
-    assert cuda_devices(gpus[2:], None) == "2,3"
-    assert cuda_devices(gpus[1:3], "7,5,3,1") == "5,3"
-    assert cuda_devices([SimpleNamespace(platform="cpu")], None) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is in the environment of the tests")
