@@ -66,7 +66,7 @@ _WIDE = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 64, "max_
 FAMILIES = {
     "llama": variant_config("grouped_query") | _WIDE,
     "qwen2": family_config("qwen2") | _WIDE,
-    "qwen3": family_config("qwen3_tied_biases") | _WIDE | {"head_dim": 32},
+    "qwen3": family_config("qwen3") | _WIDE | {"head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": family_config("qwen3_moe_every_second_layer") | _WIDE | {"head_dim": 32, "moe_intermediate_size": 32},
     "mistral": family_config("mistral") | _WIDE,
     "mixtral": family_config("mixtral") | _WIDE,
@@ -281,6 +281,18 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama, opened):
         engine.generate(some, [[1], [2]], SamplingParams(300))
     assert engine._log.exists()
     engine._log.unlink()
+
+
+def test_a_tensor_that_vllm_would_pass_over_is_named(tmp_path):
+    """vLLM's Qwen 3 has no bias behind attention, and says nothing about one that comes."""
+    config = family_config("qwen3_tied_biases") | _WIDE | {"head_dim": 32}
+    directory = checkpoint(tmp_path / "biased", config, family_tensors(config))
+    spec, params = load_params(directory)
+    with (
+        closing(vllm_engine(directory, spec)) as engine,
+        pytest.raises(VllmWeightsError, match=r"0\.self_attn\.o_proj\.bias"),
+    ):
+        engine.load_weights(params, 0)
 
 
 def test_killed_in_each_phase_it_goes_on_with_the_same_completions(llama, opened):

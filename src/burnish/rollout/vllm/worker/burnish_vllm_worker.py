@@ -74,11 +74,26 @@ class Extension:
         self._burnish_wanted = {name for name, _ in model.named_parameters()}
         self._burnish_loaded = set()
         self._burnish_loading = True
+        if current_platform.is_cpu():
+            # Experts are packed there when their kernel is set up, which vLLM otherwise does only once.
+            for module in model.modules():
+                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    module.quant_method.moe_kernel = None
         initialize_layerwise_reload(model)
 
     def burnish_load(self, tensors):
-        loaded = self.model_runner.get_model().load_weights(iter(tensors))
-        self._burnish_loaded |= set(loaded or ())
+        """The tensors that the model passed over, as it does without a word with biases that it does not have. Experts
+        go in together, which saves time where there are thousands, as the model has all of them or none."""
+        model = self.model_runner.get_model()
+        alone = [[tensor] for tensor in tensors if ".experts." not in tensor[0]]
+        together = [tensor for tensor in tensors if ".experts." in tensor[0]]
+        ignored = []
+        for some in [*alone, *([together] if together else [])]:
+            loaded = set(model.load_weights(iter(some)) or ())
+            if not loaded:
+                ignored.append(some[0][0])
+            self._burnish_loaded |= loaded
+        return ignored
 
     def burnish_end(self):
         """The model's parameters that no tensor has filled."""
@@ -185,7 +200,9 @@ class Worker:
             self._pending.remove(name)
             tensors.append((name, tensor))
         try:
-            self._llm.collective_rpc("burnish_load", args=(tensors,))
+            for ignored in self._llm.collective_rpc("burnish_load", args=(tensors,)):
+                if ignored:
+                    raise WeightsError(f"the model that vLLM has made has no place for {', '.join(ignored[:3])}")
         except (KeyError, ValueError, AssertionError) as error:
             traceback.print_exc()
             names = f"{tensors[0][0]} to {tensors[-1][0]}"
