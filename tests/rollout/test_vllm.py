@@ -92,6 +92,16 @@ class Sampled:
     builtin: list[Group]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny products gain nothing from more, and threads that vLLM binds to cores wait for one another where the machine
+    has other work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 def checkpoint(directory: Path, config, tensors) -> Path:
     """With a tokenizer, and defaults for sampling that must not be heeded."""
     write_checkpoint(directory, config, tensors)
