@@ -134,7 +134,7 @@ def two_checkpoints(name: str, directory: Path) -> list[Path]:
     config = FAMILIES[name]
     tensors = random_tensors(config) if name == "llama" else family_tensors(config, alike_experts=False)
     if config["tie_word_embeddings"]:
-        tensors["model.embed_tokens.weight"] *= 0.2  # else one token has all of the probability
+        tensors["model.embed_tokens.weight"] *= 0.05  # else each token is followed by itself
     return [
         checkpoint(directory / "first", config, tensors),
         checkpoint(directory / "changed", config, changed(tensors, 0.3)),
