@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo test lint types imports check docs tiny-model clean
+.PHONY: setup demo test vllm test-vllm lint types imports check docs tiny-model clean
 
 setup: $(READY)
 
@@ -22,6 +24,19 @@ demo: $(READY)
 # Files are shared out over processes, a file's tests stay together.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# vLLM for CPUs in an environment of its own; docs/guides/vllm.md says where its torch comes from.
+vllm: $(VLLM_READY)
+
+# --no-deps: the list is whole, and lacks torchvision, torchaudio and torchcodec, which do not go with this torch.
+$(VLLM_READY): constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM into $(VLLM_VENV) (3.4 GB) ..."
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt
+	touch $@
+
+test-vllm: $(READY) $(VLLM_READY)
+	BURNISH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -47,4 +62,4 @@ tiny-model: $(READY)
 	cp runs/tiny-hf/* src/burnish/assets/tiny/
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

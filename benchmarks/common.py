@@ -11,7 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class Usage:
     """What a measured block used; filled in when the block ends."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # of this process, all threads, user and system
+    cpu_s: float = 0.0  # of this process (and others that are named), all threads, user and system
     others_cores: float = 0.0  # cores that other processes kept busy, on average
 
 
@@ -36,21 +36,34 @@ def _machine_busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds of this process and of those with these numbers, which belong to it."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def measured() -> Iterator[Usage]:
-    """`with measured() as usage: …` fills `usage` at the end of the block."""
+def measured(*pids: int) -> Iterator[Usage]:
+    """`with measured() as usage: …` fills `usage` at the end of the block. `pids`: other processes that do its work."""
     usage = Usage()
-    wall, cpu, busy = time.perf_counter(), time.process_time(), _machine_busy_seconds()
+    wall, cpu, busy = time.perf_counter(), _cpu_seconds(pids), _machine_busy_seconds()
     yield usage
     usage.wall_s = time.perf_counter() - wall
-    usage.cpu_s = time.process_time() - cpu
+    usage.cpu_s = _cpu_seconds(pids) - cpu
     others = _machine_busy_seconds() - busy - usage.cpu_s
     usage.others_cores = max(0.0, others / usage.wall_s)
 
 
-def peak_memory_gb() -> float:
-    """The highest resident memory of this process so far, in GB (10⁹ bytes)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+def peak_memory_gb(*pids: int) -> float:
+    """The highest resident memory of this process so far, and of `pids`, each at its own time, in GB (10⁹ bytes)."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        kilobytes += next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return kilobytes * 1024 / 1e9
 
 
 @dataclass(frozen=True)

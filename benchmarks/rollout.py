@@ -1,16 +1,21 @@
-"""Tokens per second of the built-in generation engine, as a share of this machine's own matrix-product rate.
+"""Tokens per second of a generation engine, as a share of this machine's own matrix-product rate.
 
 Default work: SmolLM2-135M's sizes with random weights, 8 prompts of 128 tokens × 4 completions of exactly 128 new
 tokens, float32, temperature 0.8, top-k 50, top-p 0.95. 2·N floating-point operations are counted per sampled token;
 prefill, attention and sampling are part of the time and not of the count. The matrix-product rate is measured anew
-before every repeat, so that both feel the same machine.
+before every repeat, so that both feel the same machine. CPU time includes that of vLLM's process.
 
-    python benchmarks/rollout.py [--model HF_DIRECTORY] [--json FILE]
+    python benchmarks/rollout.py [--model HF_DIRECTORY] [--json FILE] [--engine vllm --vllm-python PYTHON]
 """
 
 import argparse
+import json
+import shutil
 import statistics
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from common import machine_facts, matmul_rate, measured, peak_memory_gb, summary, write_json
 
+import burnish
 from burnish.data.types import Prompt
 from burnish.models.params import Params, init_params, num_params
 from burnish.models.spec import ModelSpec, RopeSpec
 from burnish.rollout.engine import BuiltinEngine
-from burnish.rollout.types import SamplingParams
+from burnish.rollout.types import RolloutEngine, SamplingParams
+from burnish.rollout.vllm.engine import VllmEngine, VllmOptions
 
 SMOLLM2_135M = ModelSpec(
     family="llama",
@@ -48,6 +55,45 @@ def load_model(path: str | None) -> tuple[ModelSpec, Params]:
     return load_params(path)
 
 
+def make_engine(args: argparse.Namespace, spec: ModelSpec, scratch: Path) -> tuple[RolloutEngine, list[int]]:
+    """The engine, and the numbers of the processes that work for it. `scratch` is an empty directory."""
+    sizes = {
+        "max_slots": args.max_slots or args.prompts * args.completions,
+        "max_prompt_tokens": args.prompt_tokens,
+        "max_total_tokens": args.prompt_tokens + args.new_tokens,
+        "dtype": jnp.dtype(args.dtype),
+    }
+    if args.engine == "builtin":
+        return BuiltinEngine(spec, lambda ids: "", **sizes), []
+    directory = Path(args.model) if args.model else smollm2_without_weights(scratch)
+    options = VllmOptions(python=args.vllm_python, restarts=0)
+    engine = VllmEngine(spec, directory, lambda ids: "", options, **sizes)
+    return engine, [engine.pid] if engine.pid else []
+
+
+def smollm2_without_weights(scratch: Path) -> Path:
+    """What vLLM wants to see of SMOLLM2_135M: its config, and a tokenizer (any: nothing is decoded)."""
+    spec = SMOLLM2_135M
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": spec.d_model,
+        "intermediate_size": spec.d_mlp,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "vocab_size": spec.vocab_size,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": 100_000.0,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tied_head,
+    }
+    (scratch / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(burnish.__file__).parent / "assets" / "tiny" / name, scratch)
+    return scratch
+
+
 def random_prompts(num: int, length: int, vocab_size: int, repeat: int) -> list[Prompt]:
     rng = np.random.default_rng(repeat)
     return [Prompt(i, "", "", "", tuple(rng.integers(0, vocab_size, length).tolist())) for i in range(num)]
@@ -66,21 +112,22 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engine", default="builtin", choices=["builtin", "vllm"])
+    parser.add_argument("--vllm-python", help="python of the environment that vLLM is installed in")
     parser.add_argument("--json", help="write the result to this file")
     args = parser.parse_args()
+    with ExitStack() as stack:
+        run(args, stack)
 
+
+def run(args: argparse.Namespace, stack: ExitStack) -> None:
     spec, params = load_model(args.model)
-    total = args.prompt_tokens + args.new_tokens
-    engine = BuiltinEngine(
-        spec,
-        lambda ids: "",
-        max_slots=args.max_slots or args.prompts * args.completions,
-        max_prompt_tokens=args.prompt_tokens,
-        max_total_tokens=total,
-        dtype=jnp.dtype(args.dtype),
-    )
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    engine, pids = make_engine(args, spec, scratch)
+    if isinstance(engine, VllmEngine):
+        stack.callback(engine.close)
     sampling = SamplingParams(
-        max_total_tokens=total,
+        max_total_tokens=args.prompt_tokens + args.new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -95,7 +142,7 @@ def main() -> None:
         return sum(len(c.token_ids) for g in groups for c in g.completions)
 
     engine.load_weights(params, version=0)  # compiles
-    with measured() as load:
+    with measured(*pids) as load:
         engine.load_weights(params, version=0)
     start = time.perf_counter()
     generate(0)  # compiles
@@ -106,7 +153,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for repeat in range(1, args.repeats + 1):
         rate = matmul_rate()
-        with measured() as usage:
+        with measured(*pids) as usage:
             tokens = generate(repeat)
         tok_s, tok_cpu_s = tokens / usage.wall_s, tokens / usage.cpu_s
         runs.append(
@@ -140,7 +187,7 @@ def main() -> None:
         "compilations": compilations,
         "compilations_after_warm_up": engine.num_compilations - compilations,
         "load_weights": load,
-        "peak_memory_gb": peak_memory_gb(),
+        "peak_memory_gb": peak_memory_gb(*pids),
         "runs": runs,
     }
     print(

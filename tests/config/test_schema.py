@@ -69,19 +69,24 @@ def test_command_lines_of_the_one_host_tutorial_are_accepted():
     assert export.weight_dtype == "bfloat16"
 
 
-def test_every_option_of_the_many_host_tutorial_is_known_and_what_is_not_there_yet_is_named():
-    with pytest.raises(ConfigError) as error:
-        load_config(RunConfig, WORKFLOW_B_TRAIN)
-    refused = {line.split("=")[0] for line in str(error.value).splitlines()}
-    assert all("not supported yet" in line for line in str(error.value).splitlines())
-    assert refused == {
-        "hbm_utilization_vllm",
-        "vllm_hf_overrides",
-        "vllm_additional_config",
-    }
-    one_device = [arg for arg in WORKFLOW_B_TRAIN if arg.split("=")[0] not in refused]
-    cfg = load_config(RunConfig, one_device)
+def test_command_line_of_the_many_host_tutorial_is_accepted_with_the_engine_that_it_samples_with():
+    cfg = load_config(RunConfig, [*WORKFLOW_B_TRAIN, "rollout_engine=vllm"])
     assert (cfg.learning_rate, cfg.rl.num_generations, cfg.debug, cfg.mu_dtype) == (2e-5, 4, True, "bfloat16")
+    assert (cfg.hbm_utilization_vllm, cfg.ici_expert_parallelism, cfg.trainer_devices_fraction) == (0.7, 4, 0.5)
+
+
+def test_options_of_vllm_are_refused_where_it_does_not_sample():
+    assert run("rollout_engine=vllm", "hbm_utilization_vllm=0.5").hbm_utilization_vllm == 0.5
+    for option in (
+        "hbm_utilization_vllm=0.5",
+        "vllm_hf_overrides={a: 1}",
+        "rollout_timeout=5",
+        "async_scheduling=true",
+    ):
+        message = problem(option)
+        assert option.split("=")[0] in message
+        assert "rollout_engine=vllm" in message
+    assert "vllm_python=/no/such/python" in problem("rollout_engine=vllm", "vllm_python=/no/such/python")
 
 
 def test_export_of_the_many_host_tutorial_is_accepted_whole():

@@ -1,10 +1,12 @@
 """config.json of the other families -> ModelSpec: old and new places, defaults, published sizes, refusals."""
 
+import dataclasses
+
 import pytest
 from family_variants import VARIANTS, family_config
 
 from burnish.models.errors import ModelError
-from burnish.models.families import PRESETS, preset_config, resolve_config, spec_from_hf
+from burnish.models.families import PRESETS, preset_config, resolve_config, spec_from_hf, tensor_map, text_only_config
 from burnish.models.params import num_params
 from burnish.models.rope import inverse_frequencies
 from burnish.models.spec import LayerKind, RopeSpec, shortest_pattern
@@ -103,6 +105,20 @@ def test_a_missing_per_layer_input_size_is_not_taken_for_none():
 def test_text_only_and_multimodal_checkpoints_are_the_same_model_by_name():
     text = PRESETS["gemma3-4b"]["text_config"] | {"architectures": ["Gemma3ForCausalLM"]}
     assert resolve_config("gemma3-4b", text, "here") == text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_text_part_alone_is_the_same_model_with_the_same_tensors(name):
+    """Up to the beginning of their names."""
+    whole = spec_from_hf(preset_config(name))
+    alone = spec_from_hf(text_only_config(preset_config(name)))
+    assert dataclasses.replace(alone, family=whole.family) == whole
+    assert alone.family == (
+        "gemma3_text" if whole.family == "gemma3" else whole.family.replace("gemma4", "gemma4_text")
+    )
+    for a, b in zip(tensor_map(alone), tensor_map(whole), strict=True):
+        assert b.name.endswith(a.name.removeprefix("model."))
+        assert a.hf_shape == b.hf_shape
 
 
 def test_another_models_config_is_refused_with_the_fields_that_differ():

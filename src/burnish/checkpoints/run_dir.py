@@ -89,16 +89,21 @@ class RunDirectory:
         return self.path / "hf"
 
     @property
+    def vllm_log(self) -> epath.Path:
+        """What vLLM prints, of every start."""
+        return self.path / "vllm.log"
+
+    @property
     def lock(self) -> epath.Path:
         return self.path / ".lock"
 
     def contents(self) -> list[str]:
         """Names of what earlier processes of the run left, sorted. What there is of a run that ended before its
-        first step (lock, options, metrics without a line) is nothing.
+        first step (lock, options, vLLM's log, metrics without a line) is nothing.
         """
         if not self.path.exists():
             return []
-        nothing = {self.lock.name, self.config.name, self.tensorboard.name}
+        nothing = {self.lock.name, self.config.name, self.tensorboard.name, self.vllm_log.name}
         return sorted(
             entry.name
             for entry in self.path.iterdir()

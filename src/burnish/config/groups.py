@@ -5,12 +5,13 @@ only its own fields against one another; schema.py puts groups together into com
 """
 
 import re
+import shutil
 import time
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, SecretStr, model_validator
 
-from burnish.config.fields import AllOrCount, Allowed, OneDevice, Options, TestCount, option
+from burnish.config.fields import AllOrCount, Allowed, OneDevice, Options, TestCount, option, value_words
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -371,6 +372,85 @@ class EngineOptions(Options):
     )
 
 
+class RolloutEngineOptions(EngineOptions):
+    """Which engine samples; the options that only vLLM has are None where they are not given."""
+
+    rollout_engine: Literal["builtin", "vllm"] = option(
+        "builtin", "What samples completions: burnish's own engine, or vLLM in a process of its own"
+    )
+    vllm_python: str | None = option(
+        None,
+        "Python interpreter of the environment that vLLM is installed in",
+        default_words="the one that runs burnish",
+    )
+    rollout_timeout: float | None = option(
+        None,
+        "Longest silence of vLLM's process before it counts as hung; its start may take three times as long",
+        unit="seconds",
+        default_words="600",
+        gt=0,
+    )
+    rollout_restarts: int | None = option(
+        None, "How often vLLM is started again in a run where its process has died or hangs", default_words="1", ge=0
+    )
+    hbm_utilization_vllm: float | None = option(
+        None, "Share of device memory for vLLM", default_words="vLLM's own; on CPU what is needed", gt=0, le=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens in one step of vLLM", unit="tokens", default_words="vLLM's own", ge=1
+    )
+    async_scheduling: bool = option(False, "vLLM's asynchronous scheduler")
+    enable_prefix_caching: bool | None = option(
+        None, "Share the keys and values of equal beginnings of prompts in vLLM", default_words="true"
+    )
+    vllm_hf_overrides: dict[str, Any] | None = option(None, "Changes to the model's config for vLLM")
+    vllm_additional_config: dict[str, Any] | None = option(None, "Further settings for vLLM's platform")
+
+    @model_validator(mode="after")
+    def _options_of_vllm_need_vllm(self) -> Self:
+        if self.rollout_engine == "vllm":
+            if self.vllm_python is not None and shutil.which(self.vllm_python) is None:
+                raise ValueError(
+                    f"vllm_python={self.vllm_python} is no program that can be run; give the path of the python of "
+                    "the environment that vLLM is installed in"
+                )
+            return self
+        for name in _VLLM_OPTIONS:
+            value = getattr(self, name)
+            if value not in (None, False, {}):
+                raise ValueError(
+                    f"{name}={value_words(value)} has no effect on rollout_engine=builtin; leave it out, or give "
+                    "rollout_engine=vllm"
+                )
+        return self
+
+    @property
+    def resolved_rollout_timeout(self) -> float:
+        """Seconds."""
+        return 600.0 if self.rollout_timeout is None else self.rollout_timeout
+
+    @property
+    def resolved_rollout_restarts(self) -> int:
+        return 1 if self.rollout_restarts is None else self.rollout_restarts
+
+    @property
+    def resolved_enable_prefix_caching(self) -> bool:
+        return self.enable_prefix_caching is not False
+
+
+_VLLM_OPTIONS = (
+    "vllm_python",
+    "rollout_timeout",
+    "rollout_restarts",
+    "hbm_utilization_vllm",
+    "max_num_batched_tokens",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "vllm_hf_overrides",
+    "vllm_additional_config",
+)
+
+
 class SamplingOptions(Options):
     section: ClassVar[str] = "Sampling"
 
@@ -531,7 +611,8 @@ class RLOptions(Options):
     )
     reshard_chunk_size: int | None = option(
         None,
-        "Weight arrays moved from trainer to sampler at once, where each has its own devices; null moves all",
+        "Weight arrays moved from trainer to sampler at once, where each has its own devices or vLLM samples; null "
+        "moves all (256 MB to vLLM)",
         unit="arrays",
         ge=1,
     )
@@ -707,9 +788,6 @@ class SamplerMeshOptions(MeshOptions):
         return self
 
 
-_NO_VLLM = "the built-in engine samples, not vLLM"
-
-
 class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
     """Which devices do what, and options of MaxText's command lines whose subject burnish does not have: see
     fields.OneDevice."""
@@ -733,18 +811,8 @@ class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
     ragged_gather_reduce_fallback: Annotated[bool, OneDevice((True,), "there is no special kernel for experts")] = (
         option(True, "Combine experts with plain operations instead of a special kernel")
     )
-    hbm_utilization_vllm: Annotated[float | None, OneDevice((None,), _NO_VLLM)] = option(
-        None, "Share of device memory for vLLM"
-    )
-    async_scheduling: Annotated[bool, OneDevice((False,), _NO_VLLM)] = option(False, "vLLM's asynchronous scheduler")
-    enable_dp_attention: Annotated[bool, OneDevice((False,), _NO_VLLM)] = option(
-        False, "vLLM's data-parallel attention"
-    )
-    vllm_hf_overrides: Annotated[dict[str, Any] | None, OneDevice((None, {}), _NO_VLLM)] = option(
-        None, "Changes to the model's config for vLLM"
-    )
-    vllm_additional_config: Annotated[dict[str, Any] | None, OneDevice((None, {}), _NO_VLLM)] = option(
-        None, "Further settings for vLLM"
+    enable_dp_attention: Annotated[bool, OneDevice((False,), "it is for vLLM on TPU, which does not sample here")] = (
+        option(False, "vLLM's data-parallel attention on TPU")
     )
 
     @property

@@ -110,7 +110,9 @@ METRICS: dict[str, Metric] = {
         "(rl.off_policy_steps only). Much of it: sampling is the longer half, and wants more devices.",
     ),
     "seconds/reshard": Metric(
-        "s", "Time to move the new weights to the sampler, where it has devices of its own; part of seconds/update."
+        "s",
+        "Time to move the new weights to the sampler, where that is vLLM or has devices of its own; part of "
+        "seconds/update.",
     ),
     "seconds/checkpoint": Metric("s", "Time to save a checkpoint; 0 on steps without one."),
     "seconds/step": Metric("s", "Time of the whole step."),

@@ -3,20 +3,17 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from burnish.config.schema import EvalConfig
 from burnish.data import sources
-from burnish.models.params import param_shardings
 from burnish.observe.terminal import StepPrinter
 from burnish.parallel import distributed, processes
 from burnish.rewards.metrics import format_eval_line, mean_pass_at_k
 from burnish.rewards.stack import RewardStack
 from burnish.rl import setup
-from burnish.rl.devices import check_model, sampler_mesh, sampler_sizes
 from burnish.rl.evaluate import evaluate_prompts
-from burnish.rl.loading import compute_dtype, open_model
+from burnish.rl.loading import open_model
 
 
 def evaluate(cfg: EvalConfig) -> dict[str, Any]:
@@ -27,9 +24,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
 
 
 def _evaluate(cfg: EvalConfig) -> dict[str, Any]:
-    mesh = sampler_mesh(cfg, jax.devices())
     model = open_model(cfg)
-    check_model(model.spec, sampler_sizes(cfg, jax.devices()))
+    setup.check_sampler(cfg, model.spec, jax.devices())
     prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(setup.data_options(cfg), "eval"))
     console = Console(quiet=not processes.is_first())
     with RewardStack(setup.reward_options(cfg)) as stack, StepPrinter(1, console) as printer:
@@ -39,18 +35,19 @@ def _evaluate(cfg: EvalConfig) -> dict[str, Any]:
         )
         total = len(prompts) * cfg.num_eval_passes
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        engine = setup.make_engine(model, cfg, longest, min(cfg.resolved_max_num_seqs, total), cfg.dtype, mesh)
-        engine.load_weights(model.load(_load_dtype(cfg.dtype), shardings=param_shardings(model.spec, mesh)), 0)
-        evaluation = evaluate_prompts(
-            engine,
-            stack,
-            prompts,
-            setup.eval_sampling_params(cfg, model.tokenizer),
-            num_passes=cfg.num_eval_passes,
-            mode=cfg.eval_mode,
-            seed=cfg.seed,
-            on_progress=lambda finished, tokens: printer.sampling("evaluation", finished, total, tokens),
-        )
+        slots = min(cfg.resolved_max_num_seqs, total)
+        with setup.open_engine(model, cfg, jax.devices(), longest, slots, printer.note) as engine:
+            engine.load_weights(setup.sampler_weights(model, cfg, jax.devices()), 0)
+            evaluation = evaluate_prompts(
+                engine,
+                stack,
+                prompts,
+                setup.eval_sampling_params(cfg, model.tokenizer),
+                num_passes=cfg.num_eval_passes,
+                mode=cfg.eval_mode,
+                seed=cfg.seed,
+                on_progress=lambda finished, tokens: printer.sampling("evaluation", finished, total, tokens),
+            )
         stats = evaluation.stats
         printer.note(format_eval_line(f"Evaluation ({cfg.eval_mode}, K={cfg.num_eval_passes})", stats))
         if cfg.num_eval_passes > 1:
@@ -65,8 +62,3 @@ def _evaluate(cfg: EvalConfig) -> dict[str, Any]:
         "corr": stats.corr,
         "total": stats.total,
     }
-
-
-def _load_dtype(name: str) -> str:
-    """Weights are read in the type they are computed with: nothing is trained."""
-    return jnp.dtype(compute_dtype(name)).name

@@ -5,12 +5,19 @@ The rooms below take plain options of their own; this is the one place that know
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 
+from burnish.checkpoints.hf_export import write_json
+from burnish.checkpoints.hf_import import read_config
 from burnish.config.describe import eval_sampling
 from burnish.config.groups import (
     DataOptions,
@@ -23,14 +30,21 @@ from burnish.data.pipeline import PromptPipeline
 from burnish.data.templates import PromptTemplate
 from burnish.data.tokenizer import Tokenizer
 from burnish.data.types import Prompt
+from burnish.errors import BurnishError
+from burnish.models.families import spec_from_hf, text_only_config
+from burnish.models.params import Params, param_shardings
+from burnish.models.spec import ModelSpec
+from burnish.observe.files import is_local
 from burnish.rewards.stack import RewardOptions
+from burnish.rl.devices import check_model, sampler_mesh, sampler_sizes
 from burnish.rl.loading import ModelSource, compute_dtype
 from burnish.rl.losses import LossOptions
 from burnish.rl.optimizer import OptimizerOptions
 from burnish.rl.schedule import LearningRate, learning_rate
 from burnish.rl.update import UpdateOptions
 from burnish.rollout.engine import BuiltinEngine
-from burnish.rollout.types import SamplingParams
+from burnish.rollout.types import RolloutEngine, SamplingParams
+from burnish.rollout.vllm.engine import VllmEngine, VllmOptions, check_sampling
 
 
 def data_options(cfg: DataOptions) -> sources.DataOptions:
@@ -150,6 +164,100 @@ def make_engine(
         mesh=mesh,
         reshard_chunk_size=reshard_chunk_size,
     )
+
+
+def check_sampler(cfg: RunConfig | EvalConfig, spec: ModelSpec, devices: Sequence[jax.Device]) -> None:
+    """Raises BurnishError where the engine of the options can not sample this model on these devices: for the start of
+    a command, before weights are read."""
+    sizes = sampler_sizes(cfg, devices)
+    if cfg.rollout_engine == "builtin":
+        check_model(spec, sizes)
+        return
+    if jax.process_count() > 1:
+        raise BurnishError(
+            "rollout_engine=vllm: weights go to vLLM from one process, and this run has several; use "
+            "rollout_engine=builtin"
+        )
+    for axis in ("data", "expert"):
+        if (size := getattr(sizes, axis)) > 1:
+            raise BurnishError(
+                f"{sizes.option(axis)}={size}: rollout_engine=vllm runs one copy of the model, split by "
+                f"rollout_tensor_parallelism alone; give rollout_tensor_parallelism={len(devices)} and 1 for the other "
+                "two, or rollout_engine=builtin"
+            )
+
+
+@contextmanager
+def open_engine(
+    source: ModelSource,
+    cfg: RunConfig | EvalConfig,
+    devices: Sequence[jax.Device],
+    longest_prompt: int,
+    max_slots: int,
+    note: Callable[[str], None],
+    log: epath.Path | None = None,
+) -> Iterator[RolloutEngine]:
+    """The engine that rollout_engine names, on these devices; it ends with the context. `note` is told what the user
+    should know; what vLLM prints is added to `log`, if that is a file on this machine."""
+    chunk_size = cfg.rl.reshard_chunk_size if isinstance(cfg, RunConfig) else None
+    if cfg.rollout_engine == "builtin":
+        mesh = sampler_mesh(cfg, devices)
+        yield make_engine(source, cfg, longest_prompt, max_slots, cfg.dtype, mesh, chunk_size)
+        return
+    check_sampling(eval_sampling_params(cfg, source.tokenizer))
+    if isinstance(cfg, RunConfig):
+        check_sampling(sampling_params(cfg, source.tokenizer))
+    options = VllmOptions(
+        python=cfg.vllm_python,
+        timeout=cfg.resolved_rollout_timeout,
+        restarts=cfg.resolved_rollout_restarts,
+        chunk_size=chunk_size,
+        tensor_parallelism=sampler_sizes(cfg, devices).tensor,
+        cuda_devices=cuda_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        memory_fraction=cfg.hbm_utilization_vllm,
+        async_scheduling=cfg.async_scheduling,
+        enable_prefix_caching=cfg.resolved_enable_prefix_caching,
+        hf_overrides=cfg.vllm_hf_overrides,
+        additional_config=cfg.vllm_additional_config,
+    )
+    with source.snapshot() as directory:
+        # What is trained is text: vLLM makes no vision tower.
+        config = text_only_config(read_config(directory))
+        write_json(directory / "config.json", config)
+        engine = VllmEngine(
+            spec_from_hf(config),
+            directory,
+            source.tokenizer.decode,
+            options,
+            max_slots=max_slots,
+            max_prompt_tokens=longest_prompt,
+            max_total_tokens=cfg.max_target_length,
+            dtype=compute_dtype(cfg.dtype),
+            log=Path(log) if log is not None and is_local(log) else None,
+            note=note,
+        )
+        with closing(engine):
+            yield engine
+
+
+def cuda_devices(devices: Sequence[jax.Device], visible: str | None) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a process that has just these devices of ours, which has the value `visible` itself;
+    None where they are no GPUs."""
+    if devices[0].platform != "gpu":
+        return None
+    numbers = [device.local_hardware_id for device in devices]
+    names = visible.split(",") if visible else [str(i) for i in range(max(numbers) + 1)]
+    return ",".join(names[i] for i in numbers)
+
+
+def sampler_weights(source: ModelSource, cfg: EvalConfig, devices: Sequence[jax.Device]) -> Params:
+    """The model's weights in the type they are computed with (nothing is trained), where the engine of the options
+    takes them: on the sampler's devices, or in this process's memory for vLLM."""
+    dtype = jnp.dtype(compute_dtype(cfg.dtype)).name
+    if cfg.rollout_engine == "vllm":
+        return source.load(dtype)
+    return source.load(dtype, shardings=param_shardings(source.spec, sampler_mesh(cfg, devices)))
 
 
 def schedule(cfg: RunConfig | SFTConfig) -> LearningRate:

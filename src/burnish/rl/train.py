@@ -41,7 +41,6 @@ from burnish.rl.devices import (
     choose_devices,
     describe,
     sampler_mesh,
-    sampler_sizes,
     trainer_mesh,
     trainer_sizes,
 )
@@ -51,8 +50,7 @@ from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
 from burnish.rl.run import Run, Stopped, open_run, plain_metrics
 from burnish.rl.update import Updater, with_logprobs
-from burnish.rollout.engine import BuiltinEngine
-from burnish.rollout.types import Group, StopReason
+from burnish.rollout.types import Group, RolloutEngine, StopReason
 
 PROBE_PROMPTS = 8
 
@@ -63,7 +61,7 @@ class Parts:
 
     cfg: RunConfig
     model: ModelSource
-    engine: BuiltinEngine
+    engine: RolloutEngine
     stack: RewardStack
     updater: Updater
     reference: Params | None  # weights of the KL penalty
@@ -116,7 +114,7 @@ def _run_training(cfg: RunConfig) -> Outcome:
     training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
     model = open_model(cfg)
     check_model(model.spec, trainer_sizes(cfg, devices.trainer))
-    check_model(model.spec, sampler_sizes(cfg, devices.sampler))
+    setup.check_sampler(cfg, model.spec, devices.sampler)
     data = setup.data_options(cfg)
     pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
     eval_prompts: list[Prompt] = []
@@ -124,7 +122,7 @@ def _run_training(cfg: RunConfig) -> Outcome:
         eval_prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(data, "eval"))
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
-    with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run:
+    with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run, ExitStack() as opened:
         for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
         try:
@@ -138,8 +136,8 @@ def _run_training(cfg: RunConfig) -> Outcome:
         updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        engine = setup.make_engine(
-            model, cfg, longest, max_slots, cfg.dtype, sampling, reshard_chunk_size=cfg.rl.reshard_chunk_size
+        engine = opened.enter_context(
+            setup.open_engine(model, cfg, devices.sampler, longest, max_slots, run.printer.note, run.directory.vllm_log)
         )
         run.check_space(model, updater)
         restored = run.restore(model, updater)
@@ -270,6 +268,8 @@ def _step(
     third result is the next step's batch, where that is sampled meanwhile."""
     cfg = parts.cfg
     t0 = time.perf_counter()
+    if not cfg.has_split_devices:
+        parts.engine.release_memory()
     run.printer.phase(f"step {step}: scoring")
     sampled = _score(run, parts, batch.groups)
     t1 = time.perf_counter()

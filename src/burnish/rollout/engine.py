@@ -23,6 +23,7 @@ from burnish.parallel.mesh import on, single_device_mesh
 from burnish.parallel.transfer import Transfer
 from burnish.rollout import decode
 from burnish.rollout.decode import CHUNK, Rows
+from burnish.rollout.request import check_request
 from burnish.rollout.sampling import cuts_from, uniforms
 from burnish.rollout.schedule import Schedule, Slot, bucket
 from burnish.rollout.stopping import stop_string_end
@@ -109,6 +110,9 @@ class BuiltinEngine:
         self._version = version
         return report
 
+    def release_memory(self) -> None:
+        """Nothing is kept between two calls of `generate` but the weights."""
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -119,7 +123,7 @@ class BuiltinEngine:
         """See RolloutEngine. Completions come back in the order of their seeds."""
         if self._view is None:
             raise RuntimeError("generate was called before load_weights")
-        self._check(prompts, seeds, sampling)
+        check_request(prompts, seeds, sampling, self._spec.vocab_size, self._max_prompt_tokens, self._max_total_tokens)
         if not prompts:
             return []
         with on(self._mesh):
@@ -177,43 +181,6 @@ class BuiltinEngine:
             text=self._decode_text(ids[:length]),
             seed=draft.seed,
         )
-
-    def _check(self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but seeds for {len(seeds)}")
-        if sampling.max_total_tokens > self._max_total_tokens:
-            raise ValueError(
-                f"sampling.max_total_tokens={sampling.max_total_tokens} is more than the engine's "
-                f"max_total_tokens={self._max_total_tokens}"
-            )
-        for name, ok, right in (
-            ("temperature", sampling.temperature >= 0, "0 (greedy) or above"),
-            ("top_k", sampling.top_k >= 0, "0 (off) or above"),
-            ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
-        ):
-            if not ok:
-                raise ValueError(f"sampling.{name}={getattr(sampling, name)}: must be {right}")
-        for prompt, prompt_seeds in zip(prompts, seeds, strict=True):
-            length = len(prompt.token_ids)
-            if not prompt_seeds:
-                raise ValueError(f"prompt {prompt.index} has no seeds, so no completions")
-            if not 1 <= length <= self._max_prompt_tokens:
-                raise ValueError(
-                    f"prompt {prompt.index} has {length} tokens; the engine takes 1 to "
-                    f"{self._max_prompt_tokens} (option max_prefill_predict_length)"
-                )
-            outside = [t for t in prompt.token_ids if not 0 <= t < self._spec.vocab_size]
-            if outside:
-                raise ValueError(
-                    f"prompt {prompt.index} holds token id {outside[0]}, but the model's vocabulary has "
-                    f"{self._spec.vocab_size} entries: is this its tokenizer?"
-                )
-            if length >= sampling.max_total_tokens:
-                raise ValueError(
-                    f"prompt {prompt.index} has {length} tokens, which leaves no room for a completion in "
-                    f"{sampling.max_total_tokens} (option max_target_length)"
-                )
 
 
 class _Run:

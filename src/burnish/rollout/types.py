@@ -71,5 +71,9 @@ class RolloutEngine(Protocol):
         `on_progress(finished completions, tokens so far)` is called between chunks."""
         ...
 
+    def release_memory(self) -> None:
+        """Give device memory back that is not needed until the next `load_weights`, as the trainer may use it."""
+        ...
+
     @property
     def num_compilations(self) -> int: ...

@@ -1,0 +1,1 @@
+"""vLLM as a generation engine, in a process of its own."""
