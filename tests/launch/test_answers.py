@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from burnish.launch.answers import json_text, yaml_text
 
-TEXTS = st.text() | st.sampled_from(["1h", "yes", "a\nb", "a \n b\n", "\t"])
+TEXTS = st.text() | st.sampled_from(["1h", "yes", "a\nb", "a \n b\n", "\t", "\x85", "a\r\nb", "a\u2028\n"])
 SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 

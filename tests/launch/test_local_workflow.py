@@ -78,9 +78,10 @@ def test_training_whose_host_is_killed_goes_on_from_its_checkpoint(backend, tmp_
     assert events[1:3] == ["main-job-0-0 has ended with exit code 137 (SIGKILL)", "restart 1 of 1"]
     rows = read_metrics(tmp_path / "rl" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    # Steps that the second start has shown: it did not begin anew.
+    # Steps that were shown: the second start did not begin anew. Step 2 may have been saved and not yet shown.
     shown = [line.text.split()[0] for line in backend.logs("train") if re.match(r" *\d/6 ", line.text)]
-    assert shown.count("1/6") == shown.count("2/6") == 1
+    assert shown.count("1/6") == 1
+    assert shown.count("2/6") <= 1
 
 
 MEET = """

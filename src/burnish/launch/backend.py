@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from burnish.launch.errors import LaunchError
 from burnish.launch.job import Event, JobSpec, JobStatus, LogLine
 from burnish.launch.settings import Settings
 
@@ -48,11 +47,6 @@ class Backend(Protocol):
     def inspect(self, name: str) -> dict[str, Any]:
         """All that helps to find out why a job does not do what it should, as JSON values without secrets."""
         ...
-
-
-def waited_too_long(name: str, seconds: float) -> LaunchError:
-    """The error of a wait that is given up; its exit code is that of timeout(1)."""
-    return LaunchError(f"job {name} has not ended within {seconds:g} s; it goes on", exit_code=124)
 
 
 def open_backend(settings: Settings) -> Backend:

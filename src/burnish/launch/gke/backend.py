@@ -14,8 +14,7 @@ from functools import cached_property
 from queue import Empty, Queue
 from typing import Any
 
-from burnish.launch.backend import waited_too_long
-from burnish.launch.errors import LaunchError
+from burnish.launch.errors import LaunchError, waited_too_long
 from burnish.launch.gke.api import Api, RefusedError
 from burnish.launch.gke.connect import connect
 from burnish.launch.gke.diagnosis import description, diagnosis

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.launch.backend import waited_too_long
-from burnish.launch.errors import LaunchError
+from burnish.launch.errors import LaunchError, waited_too_long
 from burnish.launch.job import Event, JobSpec, JobState, JobStatus, LogLine
 from burnish.launch.local.groups import end_groups
 from burnish.launch.local.plan import base_environment, make_plan
