@@ -271,7 +271,7 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama, opened):
         SamplingParams(64, temperature=1.3, min_p=0.05, stop_token_ids=(3, 70, 11)),
         SamplingParams(64, temperature=0.01),
     ):
-        seeds = [[1, 2, 2, 2**63 + 1], [5, 2, 1, 0]]
+        seeds = [[1, 2, 2, 2**32 - 1], [5, 2, 1, 0]]
         groups = engine.generate(some, seeds, sampling)
         for group in groups:
             for c in group.completions:
@@ -288,6 +288,8 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama, opened):
         if sampling.temperature > 0.5:
             assert len({str(t) for t in tokens[0]}) == 3
 
+    with pytest.raises(ValueError, match=str(2**32)):
+        engine.generate(some, [[2**32], [1]], SamplingParams(64))
     engine._max_total_tokens = 300  # more than vLLM was started for: it refuses, and says so itself
     with pytest.raises(VllmError, match="224"):
         engine.generate(some, [[1], [2]], SamplingParams(300))

@@ -145,13 +145,16 @@ class VllmEngine:
             raise RuntimeError("generate was called before load_weights")
         check_request(prompts, seeds, sampling, self._spec.vocab_size, self._max_prompt_tokens, self._max_total_tokens)
         check_sampling(sampling)
+        for seed in (seed for row in seeds for seed in row):
+            if not 0 <= seed < 2**32:  # torch's generator for CPUs reads no more bits
+                raise ValueError(f"seed {seed}: vLLM takes 0 to 2**32 - 1")
         if not prompts:
             return []
         message = {
             "do": "generate",
             "prompts": [list(map(int, prompt.token_ids)) for prompt in prompts],
             "requests": [
-                [i, seed % 2**64, sampling.max_total_tokens - len(prompt.token_ids)]
+                [i, seed, sampling.max_total_tokens - len(prompt.token_ids)]
                 for i, (prompt, row) in enumerate(zip(prompts, seeds, strict=True))
                 for seed in row
             ],
