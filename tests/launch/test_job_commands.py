@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -241,7 +242,9 @@ def test_a_job_from_submit_to_cancel(capsys):
     described = answer(capsys, "describe", "good", "--backend=local")
     assert (described["state"], described["spec"]["command"]) == ("Succeeded", "echo a; echo b >&2")
     assert yaml.safe_load(burnish(capsys, "describe", "good", "--backend=local")[1]) == described
-    inspected = answer(capsys, "inspect", "good", "--backend=local")
+    end = time.monotonic() + 10  # the supervisor says how a job has ended, and then ends itself
+    while (inspected := answer(capsys, "inspect", "good", "--backend=local"))["supervisor"]["running"]:
+        assert time.monotonic() < end
     assert inspected["logs"] == {"main-job-0-0": ["a", "b"]}
     assert inspected["supervisor"] == {"running": False, "log": []}
     assert burnish(capsys, "cancel", "good", "--backend=local")[1] == "job good is Succeeded; its name is free\n"

@@ -307,14 +307,17 @@ def test_after_a_restart_of_the_machine_no_other_process_is_taken_for_the_jobs(b
     backend.submit(job(ENDLESS))
     until(lambda: directory().running_groups())
     backend.cancel("job")
-    mine = Group.of_leader(os.getpgrp())
-    boot, start = mine.mark.split()
-    for mark in (f"00000000-0000-0000-0000-000000000000 {start}", f"{boot} 1"):
-        (directory().path / "hosts" / "main-job-0-0").write_text(f"{mine.pid}\n{mark}\n")
-        assert directory().running_groups() == {}
-    (directory().path / "hosts" / "main-job-0-0").write_text(f"{mine.pid}\n{mine.mark}\n")
-    assert directory().running_groups() == {"main-job-0-0": mine}
-    (directory().path / "hosts" / "main-job-0-0").write_text("")
+    host = directory().path / "hosts" / "main-job-0-0"
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        group = Group.of_leader(other.pid)
+        boot, start = group.mark.split()
+        for mark in (f"00000000-0000-0000-0000-000000000000 {start}", f"{boot} 1"):
+            host.write_text(f"{group.pid}\n{mark}\n")
+            assert directory().running_groups() == {}
+        host.write_text(f"{group.pid}\n{group.mark}\n")
+        assert directory().running_groups() == {"main-job-0-0": group}
+        host.write_text("")
+        other.kill()
 
 
 def test_a_job_outlives_the_terminal_it_was_started_from(backend):

@@ -2,6 +2,7 @@
 killed or told to end."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -76,11 +77,11 @@ def test_two_processes_give_what_one_gives_and_one_of_them_writes(start, one):
 def test_a_run_goes_on_with_other_processes_on_another_mesh(start, one):
     """Two processes with two devices each, the weights split four ways, go on where one with eight has ended."""
     more = ("resume=true", f"num_batches={STEPS + 1}", "learning_rate_schedule_steps=3")
-    before = tiny_runs.saved(one, STEPS)[0]
-    finish(start("one", 2, 2, *more))
-    assert TrainingStore(one / "checkpoints" / "actor", keep=1).steps()[-1] == STEPS + 1
-    assert tiny_runs.metrics(one)[-1]["step"] == STEPS + 1
-    assert before.keys() == tiny_runs.saved(one, STEPS + 1)[0].keys()
+    run = shutil.copytree(one, start.base / "longer")
+    finish(start("longer", 2, 2, *more))
+    assert TrainingStore(run / "checkpoints" / "actor", keep=1).steps()[-1] == STEPS + 1
+    assert tiny_runs.metrics(run)[-1]["step"] == STEPS + 1
+    assert tiny_runs.saved(run, STEPS + 1)[0].keys() == tiny_runs.saved(one, STEPS)[0].keys()
 
 
 def wait_for_step(running, run, step):
