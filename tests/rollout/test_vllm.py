@@ -290,9 +290,9 @@ def test_sampling_seeds_and_weights_that_are_wrong(llama, opened):
 
     with pytest.raises(ValueError, match=str(2**32)):
         engine.generate(some, [[2**32], [1]], SamplingParams(64))
-    engine._max_total_tokens = 300  # more than vLLM was started for: it refuses, and says so itself
+    engine._max_prompt_tokens = engine._max_total_tokens = 300  # more than vLLM was started for: it says so itself
     with pytest.raises(VllmError, match="224"):
-        engine.generate(some, [[1], [2]], SamplingParams(300))
+        engine.generate([Prompt(0, "", "", "", (7,) * 230)], [[1]], SamplingParams(300))
     assert engine._log.exists()
     engine._log.unlink()
 
