@@ -149,7 +149,7 @@ def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "byte"), [('{"question": "caf\u00e9"}'.encode("latin-1"), 17), (gzip.compress(b"{}"), 1)]
+    ("data", "byte"), [('{"question": "caf\u00e9"}'.encode("latin-1"), 17), (gzip.compress(b"{}", mtime=0), 1)]
 )
 def test_a_file_that_is_not_utf8_is_an_error_that_says_where(tmp_path, data, byte):
     path = tmp_path / "rows.jsonl"
