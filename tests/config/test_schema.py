@@ -252,7 +252,7 @@ def test_minus_one_and_null_come_to_what_they_stand_for():
     assert cfg.resolved_rollout_micro_batch_size == 8
     assert cfg.resolved_eval_batch_size == 8
     assert cfg.resolved_max_num_seqs == 32
-    assert cfg.num_updates == cfg.resolved_learning_rate_schedule_steps == 30
+    assert cfg.num_updates == 30
     assert cfg.resolved_eval_dataset_name == "openai/gsm8k"
     given = run("batch_size=8", "rollout_micro_batch_size=2", "eval_batch_size=5", "rl.epsilon_high=0.3")
     assert (given.resolved_max_num_seqs, given.resolved_eval_batch_size) == (4, 5)

@@ -808,9 +808,9 @@ class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
     use_multimodal: Annotated[bool, OneDevice((False,), "models read text only")] = option(
         False, "Use the model's image and audio parts"
     )
-    ragged_gather_reduce_fallback: Annotated[bool, OneDevice((True,), "there is no special kernel for experts")] = (
-        option(True, "Combine experts with plain operations instead of a special kernel")
-    )
+    ragged_gather_reduce_fallback: Annotated[
+        bool, OneDevice((True,), "what experts give is combined by plain operations")
+    ] = option(True, "Combine experts with plain operations instead of a special kernel")
     enable_dp_attention: Annotated[bool, OneDevice((False,), "it is for vLLM on TPU, which does not sample here")] = (
         option(False, "vLLM's data-parallel attention on TPU")
     )

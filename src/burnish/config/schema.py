@@ -92,11 +92,6 @@ class TrainingConfig(OptimizerOptions, TrainComputeOptions, TrainStepOptions):
             )
         return self
 
-    @property
-    def resolved_learning_rate_schedule_steps(self) -> int:
-        """Length of the learning-rate schedule in optimizer updates."""
-        return self.num_updates if self.learning_rate_schedule_steps == -1 else self.learning_rate_schedule_steps
-
 
 class RunConfig(
     CommandConfig,

@@ -6,7 +6,6 @@ of the pattern, "0", "1", …, where there are several; "tail" then holds the la
 unstacked. `layer_place` says where a layer is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,13 +165,3 @@ def num_params(spec: ModelSpec) -> int:
 def head(params: Params) -> jax.Array:
     """The matrix (V, D) of the output projection: the embeddings where they are tied."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
-
-
-def layers_of(spec: ModelSpec, params: Params) -> Iterator[tuple[Params, int | None]]:
-    """For each layer the dict of arrays that holds it, and its index on their stacked axis (None: not stacked)."""
-    for i in range(spec.num_layers):
-        place = layer_place(spec, i)
-        node = params
-        for key in place.path:
-            node = node[key]
-        yield node, place.index

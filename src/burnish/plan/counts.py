@@ -79,13 +79,6 @@ def forward_flops(spec: ModelSpec, tokens: float, attention: float, projected: f
     return 2.0 * matrix_weights(spec) * tokens + attention + 2.0 * spec.vocab_size * spec.d_model * projected
 
 
-def cache_bytes(spec: ModelSpec, columns: int, itemsize: int) -> int:
-    """Bytes of keys and values of one row of `columns` tokens in all layers."""
-    return sum(2 * kind.num_kv_heads * kind.head_dim for kind in map(spec.at, range(spec.num_layers))) * (
-        columns * itemsize
-    )
-
-
 def cache_read(spec: ModelSpec, context: float, itemsize: int) -> float:
     """Bytes of keys and values that one query with `context` tokens before it needs, windows heeded."""
     total = 0.0

@@ -24,7 +24,6 @@ _RESERVATION = re.compile(r"(projects/[^/]+/reservations/)?[a-z]([-a-z0-9]*[a-z0
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _EMAIL = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _CPU_MACHINE = re.compile(r"(?:e2|n2d?|n4|c3d?|c4|c4d|t2d)-(standard|highmem|highcpu)-([0-9]{1,3})")
-_SSH_KEY = re.compile(r"(ssh|ecdsa|sk)-[-\w@.]+ \S+( .*)?")
 _GIB_PER_CPU = {"standard": 4, "highmem": 8, "highcpu": 1}
 
 
