@@ -21,8 +21,7 @@ from llama_variants import BASE, random_tensors, write_checkpoint
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from burnish.checkpoints import convert as convert_module
-from burnish.checkpoints import convert_commands, hf_rows, maxtext, staging
+from burnish.checkpoints import convert_commands, hf_rows, maxtext, sources, staging, targets
 from burnish.checkpoints.compare_command import CheckpointsDifferError, compare
 from burnish.checkpoints.convert_commands import convert, to_maxtext
 from burnish.checkpoints.errors import CheckpointError
@@ -319,7 +318,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(to, source, tmp_path,
 
 
 def test_too_little_memory_is_refused_before_anything_is_written(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_module, "_available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(targets, "_available_memory", lambda: 1_000_000)
     refused("GB of memory", source, tmp_path / "out", "maxtext")
     assert left_beside(tmp_path) == []
 
@@ -327,7 +326,7 @@ def test_too_little_memory_is_refused_before_anything_is_written(source, tmp_pat
 @pytest.mark.parametrize("to", ["hf", "maxtext", "training"])
 @pytest.mark.parametrize("phase", ["transfer", "sync"])
 def test_a_disk_that_fills_on_the_way_leaves_nothing(to, phase, source, tmp_path, monkeypatch):
-    module, name = (convert_module, "transfer") if phase == "transfer" else (staging, "_sync_tree")
+    module, name = (targets, "transfer") if phase == "transfer" else (staging, "_sync_tree")
     real = getattr(module, name)
 
     def fail(*args, **kwargs):
@@ -555,7 +554,7 @@ def test_a_repository_is_found_by_model_name_or_refused(tmp_path):
 def test_what_was_written_is_recognised(source, tmp_path):
     run(source, tmp_path / "mt", "maxtext")
     for path in (tmp_path / "mt", tmp_path / "mt" / "0", tmp_path / "mt" / "0" / "items"):
-        assert convert_module.kind_of(str(path)) == "maxtext"
+        assert sources.kind_of(str(path)) == "maxtext"
         assert Path(open_maxtext(path).directory) == tmp_path / "mt" / "0" / "items"
-    assert convert_module.kind_of(str(source)) == "hf"
-    assert convert_module.kind_of("owner/name") == "hf"
+    assert sources.kind_of(str(source)) == "hf"
+    assert sources.kind_of("owner/name") == "hf"

@@ -15,7 +15,7 @@ from llama_variants import BASE, VARIANTS, random_tensors, variant_config, write
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from burnish.checkpoints import convert
+from burnish.checkpoints import targets
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params
@@ -118,7 +118,7 @@ def test_parameters_on_a_device_and_in_bfloat16_keep_the_source_dtype(tmp_path):
 
 @pytest.mark.parametrize("source_shards", [1, 3])
 def test_shards_are_at_most_the_limit_and_the_index_lists_each_tensor_once(source_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(targets, "MAX_SHARD_BYTES", 20_000)
     source, spec, params = source_and_params(tmp_path, shards=source_shards)
     out = export(params, tmp_path / "snapshot", tmp_path / "out")
     assert raw_tensors(out) == raw_tensors(source)
@@ -212,7 +212,7 @@ def test_a_model_that_never_had_weights_is_exported_in_float32(tmp_path):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["all_biases_tied", "llama3_rope_new_place", "head_dim_not_width_over_heads"])
 def test_transformers_loads_the_export_and_computes_the_same(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(targets, "MAX_SHARD_BYTES", 20_000)
     pytest.importorskip("torch")
     from llama_variants import probe_tokens
     from make_references import transformers_logits
@@ -253,13 +253,13 @@ def test_weights_that_are_nan_or_overflow_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("phase", ["transfer", "check_written", "compare_values", "set_dtype"])
 def test_an_export_that_fails_in_any_phase_leaves_nothing(phase, tmp_path, monkeypatch):
     source, _, params = source_and_params(tmp_path)
-    real = getattr(convert, phase)
+    real = getattr(targets, phase)
 
     def fail(*args, **kwargs):
         real(*args, **kwargs)
         raise CheckpointError("disk gone")
 
-    monkeypatch.setattr(convert, phase, fail)
+    monkeypatch.setattr(targets, phase, fail)
     refused("disk gone", params, tmp_path, "float32")
-    monkeypatch.setattr(convert, phase, real)
+    monkeypatch.setattr(targets, phase, real)
     assert raw_tensors(export(params, tmp_path / "snapshot", tmp_path / "out")) == raw_tensors(source)

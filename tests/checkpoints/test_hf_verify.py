@@ -8,8 +8,9 @@ import pytest
 from llama_variants import random_tensors, variant_config, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from burnish.checkpoints.convert import open_source, row_tensors, write_hf
 from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.sources import open_source
+from burnish.checkpoints.targets import row_tensors, write_hf
 from burnish.checkpoints.verify import check_written, compare_values
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from burnish.checkpoints.convert import KIND_WORDS, OpenSource, open_source, own_config, write_hf
 from burnish.checkpoints.convert_commands import token_of
 from burnish.checkpoints.hf_rows import RowReader
 from burnish.checkpoints.safetensors_file import few, list_tensors
+from burnish.checkpoints.sources import KIND_WORDS, OpenSource, open_source, own_config
+from burnish.checkpoints.targets import write_hf
 from burnish.checkpoints.transfer import HfSource, Piece, transfer
 from burnish.config.schema import CompareConfig
 from burnish.errors import BurnishError

@@ -9,20 +9,13 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from burnish.checkpoints.convert import (
-    KIND_WORDS,
-    Needs,
-    OnProgress,
-    OpenSource,
-    open_source,
-    write_hf,
-    write_maxtext,
-    write_training,
-)
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.safetensors_file import few
+from burnish.checkpoints.sources import KIND_WORDS, OpenSource, open_source
 from burnish.checkpoints.staging import check_destination
+from burnish.checkpoints.targets import Needs, write_hf, write_maxtext, write_training
+from burnish.checkpoints.transfer import OnProgress
 from burnish.config.groups import ConversionOptions, HubOptions
 from burnish.config.schema import ConvertConfig, ToMaxTextConfig
 from burnish.observe.files import is_local

@@ -7,7 +7,6 @@ from pathlib import Path
 from etils import epath
 from rich.console import Console
 
-from burnish.checkpoints.convert import kind_of, open_source, write_hf
 from burnish.checkpoints.convert_commands import (
     checked_name,
     conversion_progress,
@@ -20,7 +19,9 @@ from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_import import read_config
 from burnish.checkpoints.hub import model_card, push, run_of
 from burnish.checkpoints.maxtext import open_maxtext
+from burnish.checkpoints.sources import kind_of, open_source
 from burnish.checkpoints.store import find_checkpoint
+from burnish.checkpoints.targets import write_hf
 from burnish.config.schema import ExportConfig
 from burnish.observe.files import is_local
 

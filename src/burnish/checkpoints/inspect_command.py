@@ -12,7 +12,6 @@ from typing import Any
 from etils import epath
 from rich.console import Console
 
-from burnish.checkpoints.convert import KIND_WORDS, kind_of
 from burnish.checkpoints.convert_commands import token_of
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_import import read_json, resolve
@@ -20,6 +19,7 @@ from burnish.checkpoints.hub import run_of
 from burnish.checkpoints.maxtext import CHECKPOINT_METADATA, HF_SOURCE, find_items
 from burnish.checkpoints.orbax_files import OrbaxReader
 from burnish.checkpoints.safetensors_file import list_tensors
+from burnish.checkpoints.sources import KIND_WORDS, kind_of
 from burnish.checkpoints.store import MODEL_PARAMS, find_checkpoint, hf_source_files, model_params_records
 from burnish.config.schema import InspectConfig
 

@@ -34,6 +34,9 @@ PIECE_BYTES = 4 << 20
 WORKING_BYTES = 72 << 20  # for pieces on their way, three copies of each at most
 SMALL_LEAF_BYTES = 1 << 20  # a leaf up to this size is put together in memory and written as one chunk
 
+OnProgress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -96,6 +99,20 @@ def transfer(source: Source, sink: Sink, on_bytes: Callable[[int], None], num_th
     with Stream(threads, max(WORKING_BYTES, source.largest_work(sink))) as stream:
         for work in source.work(sink):
             stream.run(work.nbytes, work.read, [partial(move, part) for part in work.parts])
+
+
+def counted(total: int, on_progress: OnProgress) -> Callable[[int], None]:
+    """What adds up the bytes that `transfer` says are done and tells them, from several threads."""
+    done = 0
+    lock = threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            on_progress(done, total)
+
+    return count
 
 
 def pieces(num_rows: int, unit: int, row_bytes: int) -> Iterator[tuple[int, int]]:

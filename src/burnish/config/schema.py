@@ -1,4 +1,4 @@
-"""The options of each command: RunConfig and its siblings, made of the groups in groups.py.
+"""The options of each command: RunConfig and its siblings, made of the groups of options beside it.
 
 Constructing one checks everything that can be known without touching a file, a network or a device. Values
 that depend on others (-1, null) are kept as given; `resolved_*` says what they come to.
@@ -19,15 +19,14 @@ from burnish.config.cloud import (
     VmMachineOptions,
     VmNameOptions,
 )
+from burnish.config.devices import DeviceOptions, SamplerMeshOptions, TrainerMeshOptions
 from burnish.config.fields import AllOrCount, Options, option
 from burnish.config.groups import (
     AlgorithmOptions,
     ComputeOptions,
     ConversionOptions,
     DataOptions,
-    DeviceOptions,
     DirectoryName,
-    EngineOptions,
     EvalSamplingOptions,
     HubOptions,
     LengthOptions,
@@ -37,15 +36,10 @@ from burnish.config.groups import (
     RepositoryName,
     RewardStackOptions,
     RLRunOptions,
-    RolloutEngineOptions,
     RunOptions,
-    SamplerMeshOptions,
-    SamplingOptions,
-    StopOptions,
     TagOptions,
     TrainComputeOptions,
     TrainDataOptions,
-    TrainerMeshOptions,
     TrainStepOptions,
     WeightsOptions,
     check_divides,
@@ -62,6 +56,7 @@ from burnish.config.jobs import (
     JobPathwaysOptions,
     JobPlaceOptions,
 )
+from burnish.config.rollout import EngineOptions, RolloutEngineOptions, SamplingOptions, StopOptions
 
 
 class CommandConfig(Options):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from burnish.config.groups import SamplerMeshOptions, TrainerMeshOptions
+from burnish.config.devices import SamplerMeshOptions, TrainerMeshOptions
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.models.params import ParamInfo, param_infos

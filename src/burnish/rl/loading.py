@@ -18,9 +18,9 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from burnish.checkpoints.convert import kind_of, load_maxtext, maxtext_config_directory
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import left_out_tensors, load_params, read_config, resolve
+from burnish.checkpoints.sources import kind_of, load_maxtext, maxtext_config_directory
 from burnish.checkpoints.store import find_checkpoint, hf_source_files, load_model_params
 from burnish.config.groups import WeightsOptions
 from burnish.config.schema import ChatConfig, EvalConfig, RunConfig, SFTConfig
