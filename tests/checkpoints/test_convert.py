@@ -21,7 +21,7 @@ from llama_variants import BASE, random_tensors, write_checkpoint
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from burnish.checkpoints import convert_commands, hf_rows, maxtext, sources, staging, targets
+from burnish.checkpoints import convert_commands, hf_rows, maxtext, sources, staging, targets, transfer
 from burnish.checkpoints.compare_command import CheckpointsDifferError, compare
 from burnish.checkpoints.convert_commands import convert, to_maxtext
 from burnish.checkpoints.errors import CheckpointError
@@ -36,6 +36,10 @@ from burnish.checkpoints.store import TrainingStore, load_model_params
 from burnish.config.schema import CompareConfig, ConvertConfig, ExportConfig, InspectConfig, ToMaxTextConfig
 from burnish.errors import BurnishError
 from burnish.models.errors import ModelError
+from burnish.models.families import spec_from_hf
+from burnish.models.rope import inverse_frequencies
+
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 # Heads of 16: MaxText's factor 1/√16 on q is exact, so that a way there and back changes nothing.
 EXACT = BASE | {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -246,8 +250,10 @@ def test_a_damaged_hugging_face_source_is_refused(how, message, source, tmp_path
         ({"model.norm.weight": np.zeros(31, np.float32)}, r"has shape \(31,\)"),
         ({"model.norm.weight": np.zeros(32, np.int8)}, "is I8"),
         ({"model.extra.weight": np.zeros(32, np.float32)}, "no place for: model.extra.weight"),
-        ({"model.norm.weight": np.full(32, np.nan, np.float32)}, "model.norm.weight holds NaN"),
+        ({"model.norm.weight": np.full(32, np.nan, np.float32)}, "model.safetensors: model.norm.weight holds NaN"),
         ({"model.norm.weight": np.full(32, np.inf, np.float32)}, "model.norm.weight holds NaN or infinity"),
+        ({INV_FREQ: np.full(4, 0.5, np.float32)}, "model.safetensors: .*inv_freq differs from the rope settings"),
+        ({INV_FREQ: np.full(4, 1, np.int8)}, "model.safetensors: .*inv_freq differs from the rope settings"),
     ],
 )
 def test_a_wrong_tensor_is_named(change, message, tmp_path):
@@ -255,6 +261,22 @@ def test_a_wrong_tensor_is_named(change, message, tmp_path):
     source = write_checkpoint(tmp_path / "source", BASE, tensors)
     refused(message, source, tmp_path / "out", "maxtext")
     assert left_beside(tmp_path) == []
+
+
+def test_rotary_buffers_that_agree_are_left_out(tmp_path):
+    spec = spec_from_hf(BASE)
+    buffer = {INV_FREQ: inverse_frequencies(spec.rope, spec.head_dim)}
+    source = write_checkpoint(tmp_path / "source", BASE, random_tensors(BASE) | buffer)
+    run(source, tmp_path / "out", "hf")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == random_tensors(BASE).keys()
+
+
+@pytest.mark.parametrize("kind", ["maxtext", "training"])
+def test_nan_is_named_with_the_checkpoint_that_holds_it(kind, source, tmp_path, monkeypatch):
+    run(source, tmp_path / "bad", kind)
+    monkeypatch.setattr(transfer, "is_finite", lambda array: False)
+    message = refused("holds NaN", tmp_path / "bad", tmp_path / "out", "hf")
+    assert message.startswith(f"{tmp_path / 'bad'}")
 
 
 def test_a_value_that_overflows_is_named(tmp_path):

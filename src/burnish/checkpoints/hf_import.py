@@ -24,6 +24,7 @@ from burnish.checkpoints.safetensors_file import DTYPES, StoredTensor, few, list
 from burnish.checkpoints.shards import Shards
 from burnish.models.families import (
     buffer_values,
+    is_buffer,
     is_left_out,
     resolve_config,
     spec_from_hf,
@@ -160,7 +161,7 @@ def load_params(
         headers,
         {m.name: m.hf_shape for m in tensor_map(spec)},
         {} if head is None else {head.name: head.hf_shape},
-        lambda name: buffer_values(spec, name) is not None or is_left_out(spec.family, name),
+        lambda name: is_buffer(name) or is_left_out(spec.family, name),
     )
     stored = {t.name: t for t in headers if not is_left_out(spec.family, t.name)}
     names = [m.name for m in sorted(tensor_map(spec), key=lambda m: m.path)]
@@ -246,19 +247,23 @@ def check_tied_head(reader: RowReader, embeddings: StoredTensor, head: StoredTen
             )
 
 
+def check_buffer(spec: ModelSpec, reader: RowReader, buffer: StoredTensor) -> None:
+    """Raises CheckpointError where saved rotary frequencies are not those of config.json."""
+    if buffer.dtype in DTYPES and len(buffer.shape) == 1:
+        array = reader.rows(buffer.name, 0, buffer.shape[0]).astype(np.float32)
+        # Saved in half precision by some; 1 % still tells one theta or scaling from another.
+        if any(v.shape == array.shape and np.allclose(array, v, rtol=1e-2) for v in buffer_values(spec)):
+            return
+    raise CheckpointError(f"{buffer.file}: {buffer.name} differs from the rope settings of config.json")
+
+
 def _check_extra(
     spec: ModelSpec, reader: RowReader, stored: Mapping[str, StoredTensor], name: str, shards: Shards
 ) -> None:
     """Tensors that are no parameter must say the same as what they repeat."""
     head = tied_head_copy(spec)
-    file = stored[name].file
     if head is not None and name == head.name:
         (embed,) = (m.name for m in tensor_map(spec) if m.path == head.path)
         check_tied_head(reader, stored[embed], stored[name], *shards.rows(embed))
-        return
-    array = reader.rows(name, 0, stored[name].shape[0])
-    # Saved in half precision by some; 1 % still tells one theta or scaling from another.
-    values = buffer_values(spec, name) or []
-    same = [v.shape == array.shape and np.allclose(array.astype(np.float32), v, rtol=1e-2) for v in values]
-    if not any(same):
-        raise CheckpointError(f"{file}: {name} differs from the rope settings of config.json")
+    else:
+        check_buffer(spec, reader, stored[name])

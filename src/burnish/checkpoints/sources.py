@@ -16,7 +16,15 @@ from etils import epath
 
 from burnish.checkpoints.errors import CheckpointError
 from burnish.checkpoints.hf_export import SOURCE_FILE, write_json
-from burnish.checkpoints.hf_import import BUILTIN, check_tensors, check_tied_head, read_config, read_json, resolve
+from burnish.checkpoints.hf_import import (
+    BUILTIN,
+    check_buffer,
+    check_tensors,
+    check_tied_head,
+    read_config,
+    read_json,
+    resolve,
+)
 from burnish.checkpoints.hf_rows import RowReader
 from burnish.checkpoints.hub import hub_id
 from burnish.checkpoints.maxtext import check_leaves, find_items, open_maxtext
@@ -29,6 +37,7 @@ from burnish.checkpoints.transfer import HfSource, MaxTextSource, OnProgress, So
 from burnish.checkpoints.trees import TreeSource
 from burnish.models.errors import ModelError
 from burnish.models.families import (
+    is_buffer,
     is_left_out,
     resolve_config,
     spec_from_hf,
@@ -38,6 +47,7 @@ from burnish.models.families import (
     tied_head_copy,
 )
 from burnish.models.params import Params
+from burnish.models.spec import ModelSpec
 
 Kind = Literal["hf", "maxtext", "training"]
 
@@ -136,10 +146,18 @@ def _open_hf(path: str, model_name: str | None, token: str | None, stack: ExitSt
 def _expected(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a config.json asks for: as this program's decoder reads them, or
     as MaxText's tables have them where only those know the model."""
-    try:
-        return {m.name: m.hf_shape for m in tensor_map(spec_from_hf(config))}
-    except ModelError:
+    spec = _spec(config)
+    if spec is None:
         return hf_tensors(leaves(family_of(config), scanned=False))
+    return {m.name: m.hf_shape for m in tensor_map(spec)}
+
+
+def _spec(config: Mapping[str, Any]) -> ModelSpec | None:
+    """None where only MaxText's tables know the model."""
+    try:
+        return spec_from_hf(config)
+    except ModelError:
+        return None
 
 
 def _check_stored(
@@ -149,26 +167,28 @@ def _check_stored(
     config: Mapping[str, Any],
 ) -> list[StoredTensor]:
     """The tensors to convert, in file order; names, shapes and dtypes are those that config.json asks for. A tied
-    head that the file holds although it is the embeddings is among them."""
+    head that the file holds although it is the embeddings is among them, saved rotary frequencies are not."""
     tied = _tied_head(config)
     heads = {head: expected[embeddings] for head, embeddings in tied.items()}
-    check_tensors(directory, stored, expected, heads, lambda name: name.endswith("rotary_emb.inv_freq"))
+    check_tensors(directory, stored, expected, heads, is_buffer)
     tensors = {t.name: t for t in stored if t.name in expected or t.name in heads}
-    for head, embeddings in tied.items():
-        if head in tensors:
-            with RowReader([tensors[embeddings], tensors[head]]) as reader:
+    spec = _spec(config)
+    with RowReader(stored) as reader:
+        for head, embeddings in tied.items():
+            if head in tensors:
                 check_tied_head(reader, tensors[embeddings], tensors[head], 0, expected[embeddings][0])
+        for buffer in stored:
+            if spec is not None and is_buffer(buffer.name):
+                check_buffer(spec, reader, buffer)
     return list(tensors.values())
 
 
 def _tied_head(config: Mapping[str, Any]) -> dict[str, str]:
     """Where the output projection is the embeddings: its name, under which a file may hold them again, and theirs."""
-    try:
-        spec = spec_from_hf(config)
-    except ModelError:
+    spec = _spec(config)
+    if spec is None or (head := tied_head_copy(spec)) is None:
         return {}
-    head = tied_head_copy(spec)
-    return {} if head is None else {head.name: next(m.name for m in tensor_map(spec) if m.path == head.path)}
+    return {head.name: next(m.name for m in tensor_map(spec) if m.path == head.path)}
 
 
 def _open_maxtext(

@@ -62,6 +62,9 @@ class Source(Protocol):
 
     tensors: dict[str, RowTensor]
 
+    def place(self, tensor: str) -> str:
+        """The file or directory that holds a tensor, for messages."""
+
     def work(self, sink: "Sink") -> Iterator[Work]:
         """All pieces of all tensors, cut as the sink wants them."""
 
@@ -82,8 +85,8 @@ class Sink(Protocol):
 
 
 def transfer(source: Source, sink: Sink, on_bytes: Callable[[int], None], num_threads: int | None = None) -> None:
-    """Move every tensor. Raises CheckpointError naming the tensor that holds NaN or infinity, and what
-    reading and writing raise."""
+    """Move every tensor. Raises CheckpointError naming the tensor that holds NaN or infinity and where it lies, and
+    what reading and writing raise."""
     # More than there are processors: some wait for the disk.
     threads = num_threads or min(8, 2 + (os.cpu_count() or 1))
 
@@ -91,7 +94,8 @@ def transfer(source: Source, sink: Sink, on_bytes: Callable[[int], None], num_th
         piece = part(shared)
         if not is_finite(piece.rows):
             raise CheckpointError(
-                f"{piece.tensor} holds NaN or infinity; this checkpoint is damaged or its training diverged"
+                f"{source.place(piece.tensor)}: {piece.tensor} holds NaN or infinity; this checkpoint is damaged or "
+                "its training diverged"
             )
         sink.write(piece)
         on_bytes(piece.rows.nbytes)
@@ -136,6 +140,10 @@ class HfSource:
     def __init__(self, stored: Sequence[StoredTensor]) -> None:
         self.tensors = {t.name: RowTensor(t.name, t.dtype, t.shape) for t in stored}
         self.reader = RowReader(stored)
+        self._files = {t.name: t.file for t in stored}
+
+    def place(self, tensor: str) -> str:
+        return str(self._files[tensor])
 
     def work(self, sink: Sink) -> Iterator[Work]:
         for name, tensor in self.tensors.items():
@@ -201,6 +209,9 @@ class MaxTextSource:
             for member in leaf.members:
                 dtype = _safetensors_name(self._arrays[leaf.name].dtype, leaf.name)
                 self.tensors[member.tensor] = RowTensor(member.tensor, dtype, leaf.item.hf_shape)
+
+    def place(self, tensor: str) -> str:
+        return str(self.checkpoint.directory)
 
     def work(self, sink: Sink) -> Iterator[Work]:
         for group in self._groups(sink):

@@ -53,6 +53,9 @@ class TreeSource:
             self._mappings.setdefault(leaf, []).append(mapping)
             self.tensors[mapping.name] = RowTensor(mapping.name, names[self._records[leaf].dtype], mapping.hf_shape)
 
+    def place(self, tensor: str) -> str:
+        return str(self._checkpoint)
+
     def work(self, sink: Sink) -> Iterator[Work]:
         for leaf, mappings in self._mappings.items():
 

@@ -25,6 +25,7 @@ __all__ = [
     "Family",
     "TensorMapping",
     "buffer_values",
+    "is_buffer",
     "is_left_out",
     "preset_config",
     "register",
@@ -120,12 +121,13 @@ def tied_head_copy(spec: ModelSpec) -> TensorMapping | None:
     return head_mapping(spec, "embed") if spec.tied_head else None
 
 
-def buffer_values(spec: ModelSpec, name: str) -> list[np.ndarray] | None:
-    """What a tensor that is no parameter may hold: the rotary frequencies that old versions of
-    transformers saved, before or after scaling. None where `name` is no such buffer.
-    """
-    if not re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
-        return None
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is no parameter: the rotary frequencies that old versions of transformers saved."""
+    return re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name) is not None
+
+
+def buffer_values(spec: ModelSpec) -> list[np.ndarray]:
+    """What such a buffer may hold: the frequencies before or after scaling."""
     scaled = inverse_frequencies(spec.rope, spec.head_dim)
     return [scaled, inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)]
 
