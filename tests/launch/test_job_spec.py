@@ -14,7 +14,7 @@ from burnish.launch.job import (
     Mount,
     MountKind,
     PathwaysSpec,
-    check_name,
+    check_job_name,
     parse_assignment,
     parse_duration,
     parse_mount,
@@ -39,10 +39,10 @@ def test_a_name_is_a_dns_label_that_leaves_room_for_what_is_added(name, with_pat
         and all(c in letters + "0123456789-" for c in name)
     )
     if right:
-        check_name(name, with_pathways=with_pathways)
+        check_job_name(name, with_pathways=with_pathways)
     else:
         with pytest.raises(LaunchError, match=r"^--name="):
-            check_name(name, with_pathways=with_pathways)
+            check_job_name(name, with_pathways=with_pathways)
 
 
 def test_the_longest_names_fit_a_label():

@@ -483,8 +483,12 @@ def test_what_a_power_cut_leaves_of_the_events_is_shown(backend):
         ("status.json", "[]"),
         ("status.json", "{}"),
         ("status.json", '{"state": "Odd", "completed": null}'),
+        ("status.json", '{"state": "Failed", "completed": null, "exit_codes": null}'),
         ("status.json", None),
         ("plan.json", "[]"),
+        ("plan.json", "{}"),
+        ("plan.json", '{"hosts": [{}], "grace_seconds": 1, "ttl_seconds": 1}'),
+        ("plan.json", '{"hosts": [], "grace_seconds": "x", "ttl_seconds": 1}'),
         ("plan.json", None),
         ("lock", None),
         ("hosts/main-job-0-0", "-1\n"),
@@ -505,6 +509,10 @@ def test_a_damaged_job_is_shown_stands_in_nobodys_way_and_can_be_cancelled(backe
         assert "status.json: damaged; burnish job cancel job --backend=local" in shown["job"].reason
         with pytest.raises(LaunchError, match=r"status\.json: damaged"):
             backend.describe("job")
+    if file == "plan.json":
+        for ask in (lambda name: list(backend.logs(name)), backend.inspect):
+            with pytest.raises(LaunchError, match=r"plan\.json: damaged; burnish job cancel job --backend=local"):
+                ask("job")
     backend.cancel("job")
     assert [status.name for status in backend.list()] == ["other"]
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burnish.launch.errors import LaunchError
+from burnish.launch.names import RFC_1035, check_name
 from burnish.launch.topology import Slice, resolve
 
 MAX_NAME = 28
@@ -21,7 +22,6 @@ MAX_NAME_PATHWAYS = 22  # <name>-pathways-head-0-0.<name> has to fit a label of 
 JOB_MAIN = "main-job"  # the replicated job that runs the command
 JOB_PATHWAYS_HEAD = "pathways-head"  # the one that runs it with Pathways
 
-_RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 ENV_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -115,7 +115,7 @@ class PathwaysSpec:
             if not _QUANTITY.fullmatch(value):
                 flag = f"--pathways-{name.replace('_', '-')}"
                 raise LaunchError(f"{flag}={value}: expected a Kubernetes quantity such as 8 or 32Gi")
-        if self.head_node_pool is not None and not _RFC_1035.fullmatch(self.head_node_pool):
+        if self.head_node_pool is not None and not RFC_1035.fullmatch(self.head_node_pool):
             raise LaunchError(f"--pathways-head-np={self.head_node_pool}: expected the name of a node pool")
 
 
@@ -151,7 +151,7 @@ class JobSpec:
     def __post_init__(self) -> None:
         for name in ("env", "secret_env", "node_constraints"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        check_name(self.name, with_pathways=self.pathways is not None)
+        check_job_name(self.name, with_pathways=self.pathways is not None)
         self._check_command()
         self._check_env()
         self._check_numbers()
@@ -281,16 +281,12 @@ class Event:
     text: str
 
 
-def check_name(name: str, *, with_pathways: bool = False) -> None:
+def check_job_name(name: str, *, with_pathways: bool = False) -> None:
     """Raises LaunchError where a job cannot be called so."""
-    limit = MAX_NAME_PATHWAYS if with_pathways else MAX_NAME
-    if len(name) > limit:
-        why = " with --pathways" if with_pathways else ""
-        raise LaunchError(f"--name={name} has {len(name)} characters; at most {limit} are possible{why}")
-    if not _RFC_1035.fullmatch(name):
-        raise LaunchError(
-            f"--name={name}: expected a lower-case letter, then lower-case letters, digits and '-', no '-' at the end"
-        )
+    if with_pathways:
+        check_name(name, MAX_NAME_PATHWAYS, "at most {} are possible with --pathways")
+    else:
+        check_name(name, MAX_NAME, "at most {} are possible")
 
 
 def parse_duration(text: str, flag: str) -> int:

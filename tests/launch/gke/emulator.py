@@ -954,7 +954,11 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(201, cluster.store.create(target.plural, target.namespace, body))
 
     def _patch(self, cluster: Cluster, target: Target, query: dict[str, str], body: Object) -> None:
-        cluster.store.get(target.plural, target.namespace, target.name)
+        if self.command == "PATCH" and self.headers.get("Content-Type") != "application/merge-patch+json":
+            raise ApiError(415, "UnsupportedMediaType", "only merge patches are known here")
+        found = cluster.store.get(target.plural, target.namespace, target.name)
+        if body.get("metadata", {}).get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
+            raise ApiError(409, "Conflict", "Precondition failed: UID in precondition is another")
 
         def change(item: Object) -> None:
             for key, value in body.items():

@@ -163,11 +163,62 @@ def test_a_secret_is_in_the_secret_and_in_the_process_alone(backend: GkeBackend,
     assert cluster.store.list("secrets") == []
 
 
-def test_a_job_whose_secret_cannot_be_made_does_not_stay(backend: GkeBackend, cluster: Cluster) -> None:
-    cluster.fail("POST .*/secrets", 403, message='secrets is forbidden: User "u" cannot create resource "secrets"')
-    with pytest.raises(LaunchError, match=r'create Secret job-env: not allowed: .*User "u".*roles/container.developer'):
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ("POST .*/secrets", "create Secret job-env: not allowed"),
+        ("POST .*/jobsets", "create JobSet job: not allowed"),
+        ("PATCH .*/secrets/job-env", "change Secret job-env: not allowed"),
+    ],
+)
+def test_of_a_submission_that_is_refused_halfway_nothing_stays(
+    backend: GkeBackend, cluster: Cluster, request_: str, words: str
+) -> None:
+    cluster.fail(request_, 403, message='User "u" cannot do that')
+    with pytest.raises(LaunchError, match=rf'{words}: .*User "u".*roles/container.developer'):
         backend.submit(job("true", secret_env={"TOKEN": SECRET}))
     assert cluster.store.list("jobsets") == []
+    assert cluster.store.list("secrets") == []
+
+
+def test_a_client_that_dies_halfway_leaves_no_job_that_waits_for_its_secret(
+    backend: GkeBackend, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    def killed(*_: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_create", killed)
+        patch.setattr(backend, "_take_back", lambda *_: None)
+        with pytest.raises(KilledError):
+            backend.submit(job("true", secret_env={"TOKEN": "old"}))
+    assert cluster.store.list("jobsets") == []
+    assert cluster.store.list("secrets") != []
+    backend.submit(job('test "$TOKEN" = new', secret_env={"TOKEN": "new"}))
+    assert backend.wait("job") == 0
+
+
+def test_a_secret_of_somebody_elses_is_left_alone(backend: GkeBackend, cluster: Cluster) -> None:
+    foreign = {"apiVersion": "v1", "metadata": {"name": "job-env"}, "data": {}}
+    cluster.store.create("secrets", "default", foreign)
+    with pytest.raises(LaunchError, match="Secret job-env is there already and belongs to no job"):
+        backend.submit(job("true", secret_env={"TOKEN": SECRET}))
+    assert cluster.store.get("secrets", "default", "job-env")["data"] == {}
+    assert cluster.store.list("jobsets") == []
+
+
+def test_a_name_with_a_secret_is_taken_once_and_free_again_afterwards(backend: GkeBackend, cluster: Cluster) -> None:
+    spec = job("sleep 30", secret_env={"TOKEN": SECRET})
+    backend.submit(spec)
+    with pytest.raises(LaunchError, match="--name=job: there is a job of that name already"):
+        backend.submit(spec)
+    assert len(cluster.store.list("secrets")) == 1
+    backend.cancel("job")
+    backend.submit(spec)
+    assert len(cluster.store.list("secrets")) == 1
 
 
 # How jobs end.
@@ -394,6 +445,7 @@ def test_a_submit_is_tried_again_where_the_server_is_busy(backend: GkeBackend, c
 
 def test_a_submit_whose_answer_was_lost_is_not_a_duplicate(backend: GkeBackend, cluster: Cluster) -> None:
     cluster.fail("POST .*/jobsets", 500, after=True)
+    cluster.fail("POST .*/secrets", 500, after=True)
     backend.submit(job("true", secret_env={"TOKEN": SECRET}))
     assert [request.split("?")[0][-7:] for request in cluster.requests if "POST" in request].count("jobsets") == 2
     assert backend.wait("job") == 0

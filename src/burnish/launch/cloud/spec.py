@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from burnish.launch.errors import LaunchError
+from burnish.launch.names import check_name
 from burnish.launch.topology import Slice, resolve
 
 MAX_CLUSTER_NAME = 20
+MAX_VM_NAME = 63
 MAX_RUN_SECONDS = 7 * 24 * 3600  # Google's limit for flex-start
 
-_CLUSTER_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _PROJECT = re.compile(r"([a-z][-a-z0-9.]*:)?[a-z][-a-z0-9]{4,28}[a-z0-9]")
 _REGION = re.compile(r"[a-z]+-[a-z]+\d+")
 _ZONE = re.compile(r"([a-z]+-[a-z]+\d+)-[a-z]")
@@ -212,21 +213,12 @@ def node_account(cluster: str, project: str) -> str:
 
 def check_cluster_name(name: str) -> None:
     """Raises LaunchError where a cluster cannot be called so."""
-    if len(name) > MAX_CLUSTER_NAME:
-        raise LaunchError(f"--name={name} has {len(name)} characters; a cluster's name has at most {MAX_CLUSTER_NAME}")
-    if not _CLUSTER_NAME.fullmatch(name):
-        raise LaunchError(
-            f"--name={name}: expected a lower-case letter, then lower-case letters, digits and '-', no '-' at the end"
-        )
+    check_name(name, MAX_CLUSTER_NAME, "a cluster's name has at most {}")
 
 
 def check_vm_name(name: str) -> None:
     """Raises LaunchError where a virtual machine cannot be called so."""
-    if len(name) > 63 or not _CLUSTER_NAME.fullmatch(name):
-        raise LaunchError(
-            f"--name={name}: expected a lower-case letter, then lower-case letters, digits and '-', no '-' at the end, "
-            "at most 63"
-        )
+    check_name(name, MAX_VM_NAME, "a virtual machine's name has at most {}")
 
 
 def check_project(project: str) -> None:

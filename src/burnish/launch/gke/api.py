@@ -116,6 +116,11 @@ class Api:
         answer = self._ask(f"list {resource.plural}", *self._listing(resource), **_selectors(labels, fields))
         return answer["items"], answer["metadata"].get("resourceVersion", "")
 
+    def patch_secret(self, name: str, change: Object) -> None:
+        """Merges a change into a Secret. Raises RefusedError with status 409 where the change names another uid."""
+        kwargs = {"field_validation": "Strict", "_content_type": "application/merge-patch+json"}
+        self._ask(f"change Secret {name}", self._core.patch_namespaced_secret, name, self.namespace, change, **kwargs)
+
     def delete(self, resource: Resource, name: str) -> None:
         what = f"delete {resource.singular} {name}"
         if resource.group:

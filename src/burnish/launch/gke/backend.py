@@ -20,8 +20,8 @@ from burnish.launch.gke.connect import connect
 from burnish.launch.gke.diagnosis import description, diagnosis
 from burnish.launch.gke.feeds import Feed
 from burnish.launch.gke.logs import followed, written_so_far
-from burnish.launch.gke.manifests import job_set, secret
-from burnish.launch.gke.names import JOBSET_NAME, OWN_LABELS, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION
+from burnish.launch.gke.manifests import job_set, owner, secret
+from burnish.launch.gke.names import JOBSET_NAME, OWN_LABELS, OWN_SELECTOR, QUEUE_LABEL, SUBMISSION, secret_name
 from burnish.launch.gke.progress import Progress
 from burnish.launch.gke.reading import host_order, is_main, is_of, main_job, status_of
 from burnish.launch.gke.resources import EVENTS, JOBS, JOBSETS, PODS, SECRETS, WORKLOADS, Change, Resource
@@ -62,18 +62,21 @@ class GkeBackend:
         return [manifest, without_values]
 
     def submit(self, spec: JobSpec) -> JobStatus:
+        """A Secret is there before the JobSet, whose pods would wait for it for ever, and is given to it afterwards."""
         manifest = self.plan(spec)[0]
         submission = uuid.uuid4().hex
-        manifest["metadata"]["annotations"] = {SUBMISSION: submission}
-        created = self._create(manifest, submission)
-        hidden = secret(spec, owner_uid=created["metadata"]["uid"])
-        if hidden is not None:
-            try:
-                self._create_secret(hidden.manifest())
-            except BaseException:
-                with suppress(LaunchError):
-                    self._api.delete(JOBSETS, spec.name)  # its pods would wait for the Secret for ever
-                raise
+        hidden = secret(spec)
+        if hidden is None:
+            return status_of(self._create(manifest, submission), [], [])
+        try:
+            held = self._create_secret(hidden.manifest(), spec.name, submission)
+            created = self._create(manifest, submission)
+            reference = owner(spec.name, created["metadata"]["uid"]).manifest()
+            change = {"uid": held["metadata"]["uid"], "ownerReferences": [reference]}
+            self._api.patch_secret(held["metadata"]["name"], {"metadata": change})
+        except BaseException:
+            self._take_back(spec.name, submission)
+            raise
         return status_of(created, [], [])
 
     def list(self) -> list[JobStatus]:
@@ -143,17 +146,14 @@ class GkeBackend:
 
     def cancel(self, name: str) -> JobStatus:
         status = self.status(name)
-        try:
-            self._api.delete(JOBSETS, name)
-        except RefusedError as error:
-            if error.status != 404:
-                raise
+        self._delete(JOBSETS, name)
         if status.state.is_final:
             return status
         return replace(status, state=JobState.CANCELLED, completed=datetime.now(UTC), reason="cancelled")
 
     def _create(self, manifest: Object, submission: str) -> Object:
         name = manifest["metadata"]["name"]
+        manifest["metadata"]["annotations"] = {SUBMISSION: submission}
         try:
             return self._api.create(JOBSETS, manifest)
         except RefusedError as error:
@@ -161,32 +161,59 @@ class GkeBackend:
                 raise
         # The server may have made it on an attempt whose answer was lost.
         found = self._jobset(name)
-        if found["metadata"].get("annotations", {}).get(SUBMISSION) == submission:
+        if _is_from(found, submission):
             return found
-        raise LaunchError(
-            f"--name={name}: there is a job of that name already; take another, or `burnish job cancel {name}`"
-        )
+        raise _taken(name)
 
-    def _create_secret(self, manifest: Object) -> None:
+    def _create_secret(self, manifest: Object, job: str, submission: str) -> Object:
         name = manifest["metadata"]["name"]
-        uid = manifest["metadata"]["ownerReferences"][0]["uid"]
+        manifest["metadata"]["annotations"] = {SUBMISSION: submission}
         for attempt in range(self._api.retry.attempts):
             try:
-                self._api.create(SECRETS, manifest)
-                return
+                return self._api.create(SECRETS, manifest)
             except RefusedError as error:
                 if error.status != 409:
                     raise
-            found = self._api.get(SECRETS, name)
-            owners = found["metadata"].get("ownerReferences", [])
-            if any(owner["uid"] == uid for owner in owners):
-                return
-            if not any(owner["kind"] == "JobSet" for owner in owners):
-                raise LaunchError(
-                    f"Secret {name} is there already and belongs to no job; delete it or take another --name"
-                )
+            found = self._found(SECRETS, name)
+            if found is None:
+                continue
+            if _is_from(found, submission):
+                return found
+            if self._found(JOBSETS, job) is not None:
+                raise _taken(job)
+            if not any(other["kind"] == "JobSet" for other in found["metadata"].get("ownerReferences", [])):
+                if not OWN_LABELS.items() <= found["metadata"].get("labels", {}).items():
+                    raise LaunchError(
+                        f"Secret {name} is there already and belongs to no job; delete it or take another --name"
+                    )
+                self._delete(SECRETS, name)  # of a submission that was cut off before its job was there
+                continue
             time.sleep(self._api.retry.pause_after(attempt))  # of an earlier job, about to be deleted with it
         raise LaunchError(f"Secret {name} of an earlier job of that name is still being deleted; submit again later")
+
+    def _take_back(self, name: str, submission: str) -> None:
+        """Deletes what this submission has made, as far as the server answers."""
+        with suppress(LaunchError):
+            for resource, its_name in ((JOBSETS, name), (SECRETS, secret_name(name))):
+                found = self._found(resource, its_name)
+                if found is not None and _is_from(found, submission):
+                    self._delete(resource, its_name)
+
+    def _found(self, resource: Resource, name: str) -> Object | None:
+        try:
+            return self._api.get(resource, name)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+        return None
+
+    def _delete(self, resource: Resource, name: str) -> None:
+        """It may have gone meanwhile."""
+        try:
+            self._api.delete(resource, name)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
 
     def _jobset(self, name: str) -> Object:
         try:
@@ -239,6 +266,16 @@ class GkeBackend:
                 feed.stop()
 
         return changes, stop
+
+
+def _is_from(item: Object, submission: str) -> bool:
+    return item["metadata"].get("annotations", {}).get(SUBMISSION) == submission
+
+
+def _taken(name: str) -> LaunchError:
+    return LaunchError(
+        f"--name={name}: there is a job of that name already; take another, or `burnish job cancel {name}`"
+    )
 
 
 def _take_in(changes: "Queue[Change | LaunchError]", progress: Progress, deadline: float | None) -> None:

@@ -34,18 +34,17 @@ def job_set(spec: JobSpec) -> objects.JobSet:
     return objects.JobSet(metadata=objects.Metadata(name=spec.name, labels=labels), spec=specification)
 
 
-def secret(spec: JobSpec, owner_uid: str | None = None) -> objects.Secret | None:
-    """The Secret with the job's secret variables, deleted with the JobSet that owns it; None where there are none, or
-    no command to have them."""
+def secret(spec: JobSpec) -> objects.Secret | None:
+    """The Secret with the job's secret variables; None where there are none, or no command to have them."""
     if not spec.secret_env or _is_headless(spec):
         return None
-    owner = objects.OwnerReference(
-        api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=spec.name, uid=owner_uid or ""
-    )
-    metadata = objects.Metadata(
-        name=secret_name(spec.name), labels=OWN_LABELS, owner_references=(owner,) if owner_uid else None
-    )
+    metadata = objects.Metadata(name=secret_name(spec.name), labels=OWN_LABELS)
     return objects.Secret(metadata=metadata, string_data=dict(spec.secret_env))
+
+
+def owner(name: str, uid: str) -> objects.OwnerReference:
+    """What a Secret says of the JobSet with which it is deleted."""
+    return objects.OwnerReference(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=name, uid=uid)
 
 
 def _plain_specification(spec: JobSpec) -> objects.JobSetSpecification:

@@ -79,7 +79,7 @@ class LocalBackend:
 
     def logs(self, name: str, *, follow: bool = False, main_only: bool = False) -> Iterator[LogLine]:
         with _while_there(name) as job:
-            hosts = [host["host"] for host in job.read("plan.json")["hosts"]]
+            hosts = [host["host"] for host in job.read_plan()["hosts"]]
             files = [_LogFile(host, job.log(host)) for host in (hosts[:1] if main_only else hosts)]
         with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
             for file in files:
@@ -136,7 +136,7 @@ class LocalBackend:
             logs = {host["host"]: _tail(Path(host["log"])) for host in described["hosts"]}
             return described | {
                 "directory": str(job.path),
-                "plan": job.read("plan.json"),
+                "plan": job.read_plan(),
                 "supervisor": {"running": job.is_supervised(), "log": _tail(job.supervisor_log)},
                 "logs": logs,
                 "machine": {
@@ -207,8 +207,8 @@ def _directory() -> str:
 def _grace_seconds(job: JobDirectory) -> float:
     """The job's own; that of a job with a damaged plan is what jobs have that say nothing."""
     try:
-        return job.read("plan.json")["grace_seconds"]
-    except (DamagedJobError, KeyError):
+        return job.read_plan()["grace_seconds"]
+    except DamagedJobError:
         return JobSpec.grace_seconds
 
 

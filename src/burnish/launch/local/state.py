@@ -78,6 +78,19 @@ class JobDirectory:
             raise self._damaged(name)
         return values
 
+    def read_plan(self) -> dict[str, Any]:
+        """plan.json, with what is asked of it after the job has started. Raises as `read` does."""
+        plan = self.read("plan.json")
+        try:
+            is_whole = all(isinstance(host["host"], str) for host in plan["hosts"]) and all(
+                isinstance(plan[name], int) for name in ("grace_seconds", "ttl_seconds")
+            )
+        except (KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise self._damaged("plan.json")
+        return plan
+
     def _damaged(self, name: str) -> DamagedJobError:
         return DamagedJobError(
             f"{self.path / name}: damaged; burnish job cancel {self.name} --backend=local ends what still runs of the "
@@ -104,6 +117,8 @@ class JobDirectory:
         values = self.read("status.json")
         try:
             completed = values["completed"]
+            if not isinstance(values["exit_codes"], dict):
+                raise TypeError
             return JobStatus(
                 name=self.name,
                 state=JobState(values["state"]),
@@ -272,8 +287,8 @@ def all_jobs() -> Iterator[JobDirectory]:
 def _removed_when_expired(job: JobDirectory) -> bool:
     status = job.status()
     try:
-        kept = timedelta(seconds=job.read("plan.json")["ttl_seconds"])
-    except (DamagedJobError, KeyError):
+        kept = timedelta(seconds=job.read_plan()["ttl_seconds"])
+    except DamagedJobError:
         return False  # it is kept until it is cancelled
     if status.completed is None or now() < status.completed + kept or job.running_groups():
         return False
