@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from llama_variants import BASE, random_tensors, write_checkpoint
+from memory import peak_above_start
 from rich.console import Console
 from safetensors.numpy import load_file
 
@@ -460,24 +461,9 @@ def test_an_interrupted_maxtext_checkpoint_is_not_recognised(source, tmp_path):
 
 # ---- memory ----
 
-MEMORY = """
-    import json, resource, sys
-    from rich.console import Console
-    from burnish.checkpoints.convert_commands import convert
-    from burnish.config.schema import ConvertConfig
-    source, destination, to = sys.argv[1:]
-    config = ConvertConfig(source=source, destination=destination, to=to)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    convert(config, Console(quiet=True))
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
 
-
-def peak_above_start(*args):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY), *map(str, args)], check=True, capture_output=True, text=True
-    )
-    return int(done.stdout.splitlines()[-1])
+def peak(source, destination, to):
+    return peak_above_start(convert, ConvertConfig, source=source, destination=destination, to=to)
 
 
 @pytest.mark.slow
@@ -502,9 +488,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     del tensors
     group = 16 * 1024 * 4096 * 2
     assert total > 4 * group > 500e6
-    assert peak_above_start(tmp_path / "source", tmp_path / "mt", "maxtext") < group + 200e6
-    assert peak_above_start(tmp_path / "mt", tmp_path / "hf", "hf") < group + 200e6
-    assert peak_above_start(tmp_path / "source", tmp_path / "tr", "training") < group + 200e6
+    assert peak(tmp_path / "source", tmp_path / "mt", "maxtext") < group + 200e6
+    assert peak(tmp_path / "mt", tmp_path / "hf", "hf") < group + 200e6
+    assert peak(tmp_path / "source", tmp_path / "tr", "training") < group + 200e6
 
 
 # ---- inspect and compare ----

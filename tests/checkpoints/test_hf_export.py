@@ -1,9 +1,6 @@
 """Writing Hugging Face checkpoints: the source's files, the trained weights, and nothing half done."""
 
 import json
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +9,17 @@ import numpy as np
 import pytest
 from exports import export, raw_tensors
 from llama_variants import BASE, VARIANTS, random_tensors, variant_config, write_checkpoint
+from memory import peak_above_start
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from burnish.checkpoints import targets
 from burnish.checkpoints.errors import CheckpointError
+from burnish.checkpoints.export_command import to_huggingface
 from burnish.checkpoints.hf_export import snapshot_source
 from burnish.checkpoints.hf_import import load_params
 from burnish.checkpoints.store import TrainingStore
+from burnish.config.schema import ExportConfig
 from burnish.errors import BurnishError
 from burnish.models.families import PRESETS, spec_from_hf
 from burnish.models.params import ParamInfo, param_infos
@@ -139,18 +139,6 @@ def test_shards_are_at_most_the_limit_and_the_index_lists_each_tensor_once(sourc
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, params_again))
 
 
-MEMORY = """
-    import resource, sys
-    from rich.console import Console
-    from burnish.checkpoints.export_command import to_huggingface
-    from burnish.config.schema import ExportConfig
-    config = ExportConfig(load_parameters_path=sys.argv[1], base_output_directory=sys.argv[2])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    to_huggingface(config, Console(quiet=True))
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
 @pytest.mark.slow
 def test_memory_is_the_largest_stacked_group_and_not_the_model(tmp_path):
     """0.54 GB of parameters as a run saves them, the largest array 0.13 GB: at most that and 200 MB above the start."""
@@ -174,8 +162,8 @@ def test_memory_is_the_largest_stacked_group_and_not_the_model(tmp_path):
     TrainingStore(tmp_path / "actor", keep=1).save(1, params, {}, {}, hf_source=tmp_path / "snapshot")
     sizes = [a.nbytes for a in jax.tree.leaves(params)]
     assert sum(sizes) > 1.5 * (max(sizes) + 200e6)
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path / "actor" / "1"), str(tmp_path / "out")]
-    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    places = {"load_parameters_path": tmp_path / "actor" / "1", "base_output_directory": tmp_path / "out"}
+    peak = peak_above_start(to_huggingface, ExportConfig, **places)
     assert peak < max(sizes) + 200e6
     assert sum(a.nbytes for a in load_file(tmp_path / "out" / "model.safetensors").values()) == sum(sizes)
 

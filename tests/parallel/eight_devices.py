@@ -1,4 +1,5 @@
-"""`python eight_devices.py FILE`: what a tiny model computes on meshes of 8 virtual devices, written as JSON.
+"""`python eight_devices.py DIRECTORY`: what a tiny model computes on meshes of 8 virtual devices, written as
+DIRECTORY/found.json.
 
 A program of its own, because the number of devices is settled when JAX starts. XLA_FLAGS must ask for 8.
 """
@@ -7,38 +8,26 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_rl import groups, update_options
+from tiny_spec import TINY
 
-from burnish.data.types import Prompt
 from burnish.models import decoder
 from burnish.models.params import head, init_params, param_shardings
-from burnish.models.spec import ExpertsSpec, ModelSpec
+from burnish.models.spec import ExpertsSpec
 from burnish.parallel.mesh import MeshSizes, make_mesh, on
 from burnish.rl.advantages import group_advantages
 from burnish.rl.logprobs import selected_logprobs
-from burnish.rl.losses import LossOptions
 from burnish.rl.optimizer import OptimizerOptions
 from burnish.rl.packing import pack
 from burnish.rl.schedule import LearningRate
-from burnish.rl.update import UpdateOptions, Updater
-from burnish.rollout.types import Completion, Group, StopReason
+from burnish.rl.update import Updater
 
-DENSE = ModelSpec(
-    family="llama",
-    num_layers=2,
-    d_model=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_mlp=256,
-    vocab_size=512,
-    rms_norm_eps=1e-5,
-    tied_head=True,
-    max_positions=512,
-)
+DENSE = replace(TINY, d_model=128, d_mlp=256, vocab_size=512)
 EXPERTS = replace(
     DENSE, family="mixtral", tied_head=False, experts=ExpertsSpec(num_experts=4, num_active=2, d_expert=128)
 )
@@ -102,36 +91,23 @@ def values_and_gradients(spec, mesh):
 
 def options(kind="adamw"):
     # A large eps: what is compared is arithmetic, not the sign of gradients that are 0 but for rounding.
-    optimizer = OptimizerOptions(LearningRate(1e-2, 0, 100), kind=kind, eps=1e-3, clip=1.0)
-    return UpdateOptions(LossOptions(), optimizer, remat="minimal")
-
-
-def rollouts():
-    rng = np.random.default_rng(1)
-
-    def completion():
-        ids = rng.integers(1, DENSE.vocab_size, rng.choice([3, 9, 23])).astype(np.int32)
-        return Completion(ids, np.full(len(ids), -4.0, np.float32), np.zeros_like(ids), StopReason.STOP, "", 0)
-
-    return [
-        Group(
-            Prompt(i, "", "", "", tuple(rng.integers(1, DENSE.vocab_size, 5).tolist())),
-            tuple(completion() for _ in range(4)),
-        )
-        for i in range(6)
-    ]
+    return update_options(
+        optimizer=OptimizerOptions(LearningRate(1e-2, 0, 100), kind=kind, eps=1e-3, clip=1.0), remat="minimal"
+    )
 
 
 def train(spec, mesh, kind):
     """Losses, gradient norms and weights of three steps, and what the compiled programs look like."""
     updater = Updater(spec, options(kind), mesh)
     state = updater.init(init_params(spec, jax.random.key(0), std=0.1))
-    groups = rollouts()
+    rollouts = groups(6, seed=1, vocab_size=spec.vocab_size, prompt_tokens=5, lengths=(3, 9, 23))
     metrics = []
     for step in range(STEPS):
-        rewards = np.random.default_rng(step).integers(0, 2, (len(groups), 4)).astype(np.float64)
+        rewards = np.random.default_rng(step).integers(0, 2, (len(rollouts), 4)).astype(np.float64)
         valid = np.ones(rewards.shape, bool)
-        packed = pack(groups, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=3, rows=updater.rows)
+        packed = pack(
+            rollouts, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=3, rows=updater.rows
+        )
         state, found, _ = updater.step(state, packed)
         metrics.append({k: float(found[k]) for k in ("grad_norm", "entropy", "update_norm", "ratio_max")})
     with on(mesh):
@@ -172,7 +148,7 @@ def largest_difference(a, b):
     )
 
 
-def main(file):
+def main(directory):
     found = {}
     for model, names in VALUES.items():
         reference = None
@@ -191,8 +167,7 @@ def main(file):
                 "weights": largest_difference(state.params, first[0].params),
                 **about,
             }
-    with open(file, "w") as f:
-        json.dump(found, f)
+    (Path(directory) / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from virtual_devices import xla_flags
+
 HEARTBEAT_SECONDS = 60  # processes may wait long for a turn on a machine with two cores
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Programs run once or twice: they need not be fast, and are compiled in half the time."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Processes:
         for i in range(self.count):
             env = {
                 **os.environ,
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices} {FLAGS}",
+                "XLA_FLAGS": xla_flags(self.devices),
                 "BURNISH_HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS),
                 **self.env,
             }

@@ -1,19 +1,16 @@
 """What is computed does not depend on the mesh, and nothing is on a device that the table splits over several."""
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from eight_devices import DENSE, MODELS
-from processes_of_a_run import FLAGS
+from virtual_devices import FLAGS, found_by
 
 from burnish.models.params import ParamInfo, param_infos
-from burnish.models.spec import ExpertsSpec, ModelSpec
+from burnish.models.spec import ExpertsSpec
 from burnish.parallel.errors import MeshError
 from burnish.parallel.mesh import MeshSizes
 from burnish.parallel.rules import TABLE
@@ -41,16 +38,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("meshes") / "found.json"
-    flags = f"--xla_force_host_platform_device_count=8 {FLAGS}"
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM), str(file)],
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(file.read_text())
+    return found_by(PROGRAM, tmp_path_factory.mktemp("meshes"), 8, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +140,12 @@ def test_nothing_is_compiled_twice(found):
 
 # ---- what does not divide ----
 
-SPEC = ModelSpec(
-    family="mixtral",
-    num_layers=2,
-    d_model=128,
+SPEC = replace(
+    MODELS["experts"],
     num_heads=12,
     num_kv_heads=6,
-    head_dim=8,
-    d_mlp=256,
     vocab_size=480,
-    rms_norm_eps=1e-5,
     tied_head=True,
-    max_positions=512,
     experts=ExpertsSpec(num_experts=6, num_active=2, d_expert=48),
 )
 

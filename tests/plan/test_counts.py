@@ -6,27 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_spec import TINY
 
 from burnish.models import decoder
 from burnish.models.attention import visibility
 from burnish.models.families import preset_config, spec_from_hf
 from burnish.models.params import init_params, num_params
-from burnish.models.spec import ExpertsSpec, LayerKind, ModelSpec
+from burnish.models.spec import ExpertsSpec, LayerKind
 from burnish.plan import counts
 
-SPEC = ModelSpec(
-    family="llama",
-    num_layers=1,
-    d_model=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    d_mlp=96,
-    vocab_size=128,
-    rms_norm_eps=1e-5,
-    tied_head=False,
-    max_positions=512,
-)
+SPEC = dataclasses.replace(TINY, num_layers=1, d_model=64, head_dim=32, d_mlp=96, vocab_size=128, tied_head=False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 100])

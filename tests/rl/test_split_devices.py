@@ -1,37 +1,23 @@
 """Runs on 8 virtual devices whose sampler has four of its own: on policy nothing changes, one step ahead the run is
 that of a plain loop, and a run that was cut goes on as it would have."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny_rl import SPEC
+from virtual_devices import found_by
 
 from burnish.models.params import num_params
 
 pytestmark = pytest.mark.slow
 
 
-def run_program(directory, num_devices):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # several runs of the same programs
-    }
-    program = Path(__file__).with_name("split_devices.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(directory)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=550,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return json.loads((directory / "found.json").read_text()) | {"log": done.stdout}
+PROGRAM = Path(__file__).with_name("split_devices.py")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_program(tmp_path_factory.mktemp("split"), 8)
+    return found_by(PROGRAM, tmp_path_factory.mktemp("split"), 8)
 
 
 def test_on_policy_it_does_not_matter_whose_devices_they_are(found):
@@ -96,7 +82,7 @@ def test_an_array_that_is_not_what_was_sent_is_named(found, fault, words):
 
 def test_a_slice_of_32_under_one_controller_is_two_devices(found, tmp_path):
     """16 devices train a mixture of experts (2 × 4 × 2), 16 sample (4 × 4): the layout of a slice under Pathways."""
-    slice_, one_each = run_program(tmp_path, 32), found["experts"]
+    slice_, one_each = found_by(PROGRAM, tmp_path, 32), found["experts"]
     assert "Devices: 16 train (fsdp 2 × expert 4 × tensor 2), 16 sample while the others train" in slice_["log"]
     assert slice_["ids"] == one_each["ids"]
     for a, b in zip(slice_["metrics"], one_each["metrics"], strict=True):

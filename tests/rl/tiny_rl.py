@@ -5,30 +5,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_spec import TINY
 
 from burnish.data.types import Prompt
 from burnish.models import decoder
 from burnish.models.params import init_params
-from burnish.models.spec import ModelSpec
 from burnish.rl.losses import LossOptions
 from burnish.rl.optimizer import OptimizerOptions
 from burnish.rl.schedule import LearningRate
 from burnish.rl.update import UpdateOptions
 from burnish.rollout.types import Completion, Group, StopReason
 
-SPEC = ModelSpec(
-    family="llama",
-    num_layers=2,
-    d_model=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_mlp=64,
-    vocab_size=64,
-    rms_norm_eps=1e-5,
-    tied_head=True,
-    max_positions=512,
-)
+SPEC = TINY
 
 
 def params(seed=0, spec=SPEC):
@@ -42,13 +30,13 @@ def completion(token_ids, logprobs=None):
     return Completion(token_ids, np.asarray(logprobs, np.float32), versions, StopReason.STOP, "", 0)
 
 
-def groups(num_prompts=4, num_generations=4, seed=0):
-    """Groups with prompts and completions of random contents and of a few lengths, from 1 token up."""
+def groups(num_prompts=4, num_generations=4, seed=0, *, vocab_size=64, prompt_tokens=4, lengths=(1, 9, 23)):
+    """Groups with prompts and completions of random contents, completions of a few lengths."""
     rng = np.random.default_rng(seed)
     return [
         Group(
-            Prompt(i, "", "", "", tuple(rng.integers(1, 64, 4).tolist())),
-            tuple(completion(rng.integers(1, 64, rng.choice([1, 9, 23]))) for _ in range(num_generations)),
+            Prompt(i, "", "", "", tuple(rng.integers(1, vocab_size, prompt_tokens).tolist())),
+            tuple(completion(rng.integers(1, vocab_size, rng.choice(lengths))) for _ in range(num_generations)),
         )
         for i in range(num_prompts)
     ]

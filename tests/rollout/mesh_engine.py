@@ -1,4 +1,5 @@
-"""`python mesh_engine.py FILE`: what the engine samples on meshes of 8 virtual devices, written as JSON.
+"""`python mesh_engine.py DIRECTORY`: what the engine samples on meshes of 8 virtual devices, written as
+DIRECTORY/found.json.
 
 A program of its own, because the number of devices is settled when JAX starts. XLA_FLAGS must ask for 8.
 """
@@ -7,6 +8,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -134,10 +136,9 @@ def refusals():
     return found
 
 
-def main(file):
+def main(directory):
     found = {f"{model}/{name}": sample(MODELS[model], name) for model, names in RUNS.items() for name in names}
-    with open(file, "w") as f:
-        json.dump(found | {"refusals": refusals()}, f)
+    (Path(directory) / "found.json").write_text(json.dumps(found | {"refusals": refusals()}))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 sampling, the training forward pass for logprobs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny_spec
 
 from burnish.data.types import Prompt
 from burnish.models import decoder
@@ -17,19 +19,7 @@ from burnish.rollout.engine import BuiltinEngine
 VOCAB = 80
 MAX_TOTAL = 200
 
-TINY = ModelSpec(
-    family="llama",
-    num_layers=2,
-    d_model=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_mlp=64,
-    vocab_size=VOCAB,
-    rms_norm_eps=1e-5,
-    tied_head=True,
-    max_positions=256,
-)
+TINY = replace(tiny_spec.TINY, vocab_size=VOCAB, max_positions=256)
 
 
 def random_params(spec: ModelSpec, seed: int) -> Params:

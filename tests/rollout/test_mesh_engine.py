@@ -1,14 +1,11 @@
 """The engine on meshes of 8 virtual devices against the engine on one: tokens, what is split, what is exchanged."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mesh_engine import DENSE, MODELS, RUNS
+from virtual_devices import found_by
 
 ON_MESHES = [(model, name) for model, names in RUNS.items() for name in names if name != "one"]
 pytestmark = pytest.mark.slow
@@ -16,12 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mesh") / "found.json"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    program = Path(__file__).with_name("mesh_engine.py")
-    subprocess.run([sys.executable, str(program), str(file)], env=environment, check=True, timeout=500)
-    return json.loads(file.read_text())
+    return found_by(Path(__file__).with_name("mesh_engine.py"), tmp_path_factory.mktemp("mesh"), 8)
 
 
 @pytest.mark.parametrize(("model", "name"), ON_MESHES)
