@@ -31,7 +31,9 @@ def route(spec: ModelSpec, p: Params, x: jax.Array) -> Routing:
     logits = jnp.dot(x, p["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     probs = jnp.exp(logprobs)
-    weights, experts = jax.lax.top_k(probs, spec.experts.num_active)
+    # On each device's rows: the compiler can not split top_k and would gather all rows' probabilities for it.
+    rows, num_active = ("batch",), spec.experts.num_active
+    weights, experts = per_device(lambda _, probs: tuple(jax.lax.top_k(probs, num_active)), [rows], (rows, rows))(probs)
     if spec.experts.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     if "expert_scale" in p:

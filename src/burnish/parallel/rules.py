@@ -3,7 +3,7 @@
 Models name the axes of their arrays ("embed", "heads", …) and know nothing of meshes. An axis of the mesh that has
 size 1 splits nothing, so that one device is no special case. Most of a program is left to the compiler (`constrain`
 says how a few activations are split); where it would copy work or gather too much, `per_device` runs a function on
-each device's part.
+each device's part. Inside `per_copy` a program is that of one copy of the weights, for which there is no axis `data`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,11 +59,13 @@ def divides(axis: str | None, size: int, parts: int) -> bool:
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, strict: bool = True) -> PartitionSpec:
     """How an array with these logical axes is split. A size that does not divide raises MeshError, or, where that is
-    not `strict`, leaves the axis whole."""
+    not `strict`, leaves the axis whole. What `per_copy` has split already is not split again."""
+    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    sizes = {name: 1 if name in manual else size for name, size in mesh.shape.items()}
     parts: list[tuple[str, ...] | None] = []
     for axis, size in zip(axes, shape, strict=False):
-        parts_of = ways(axis, mesh.shape)
-        names = tuple(n for n in TABLE[axis] if mesh.shape[n] > 1) if axis else ()
+        parts_of = ways(axis, sizes)
+        names = tuple(n for n in TABLE[axis] if sizes[n] > 1) if axis else ()
         if size % parts_of:
             if strict and not divides(axis, size, parts_of):
                 raise MeshError(
@@ -163,8 +165,54 @@ def per_device(
             is_leaf=lambda x: isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x),
         )
         mapped = jax.shard_map(
-            partial(function, Part(names)), mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checked
+            partial(function, Part(names)),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+            check_vma=checked,
         )
         return mapped(*arguments)
 
     return run
+
+
+COPIES = "data"
+"""The mesh axis along which the copies of the weights lie."""
+
+
+def copies(mesh: Mesh) -> int:
+    """How many copies of the weights the mesh holds."""
+    return mesh.shape[COPIES]
+
+
+def stacked(sharding: NamedSharding) -> NamedSharding:
+    """For arrays with one more axis in front, of which each copy of the weights holds its own entry."""
+    return NamedSharding(sharding.mesh, PartitionSpec(COPIES, *sharding.spec))
+
+
+def per_copy(function: Callable[..., Any], in_split: Any, out_split: Any) -> Callable[..., Any]:
+    """`function` run by each copy of the weights for itself: what it computes is exchanged with no other copy, unless
+    it asks for that (`sum_over_copies`); along the other axes the compiler splits it as ever.
+
+    `in_split` and `out_split` (tree prefixes) are True for arrays whose first axis is split over the copies and False
+    for those that are the same in all of them.
+    """
+
+    def specs(split: Any) -> Any:
+        return jax.tree.map(lambda s: PartitionSpec(COPIES) if s else PartitionSpec(), split)
+
+    # Unchecked: else the derivative by what is the same in all copies would be summed over them.
+    return jax.shard_map(
+        function, in_specs=specs(in_split), out_specs=specs(out_split), axis_names={COPIES}, check_vma=False
+    )
+
+
+def sum_over_copies(x: jax.Array) -> jax.Array:
+    """Within `per_copy`: the sum of all copies' x."""
+    return jax.lax.psum(x, COPIES)
+
+
+def max_over_copies(x: jax.Array) -> jax.Array:
+    """Within `per_copy`: the largest of all copies' x."""
+    return jax.lax.pmax(x, COPIES)

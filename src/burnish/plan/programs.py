@@ -182,7 +182,7 @@ class Trainer:
         return Trainer(
             updater=updater,
             state=_placed(state, updater.state_shardings),
-            grads=abstract_params(spec, mesh, updater.options.grad_dtype),
+            grads=updater.gradient_shapes(params),
             batch=jax.tree.map(abstract, batch),
             denominators=packed.denominators,
             micro_batches=packed.micro_batches,

@@ -157,8 +157,11 @@ def _sequence_ratio(lp: jax.Array, log_ratio: jax.Array, batch: PackedBatch) -> 
     """GSPO-token (Zheng et al. 2025, arXiv:2507.18071, eq. 14): the value of every token's ratio is that of its
     completion, (prod_t ratio_t)^(1/|y|); its gradient is the token's own."""
     flat = jax.lax.stop_gradient(log_ratio).ravel()
-    sums = jax.ops.segment_sum(flat, batch.sequences.ravel(), num_segments=flat.size)
-    mean = sums[batch.sequences] / jnp.maximum(batch.lengths, 1.0)
+    # Some rows of a micro-batch need not begin with its first completion; numbers of completions follow on one another.
+    first = jnp.min(jnp.where(batch.trained, batch.sequences, jnp.iinfo(jnp.int32).max))
+    numbers = jnp.where(batch.trained, batch.sequences - first, 0)
+    sums = jax.ops.segment_sum(flat, numbers.ravel(), num_segments=flat.size)
+    mean = sums[numbers] / jnp.maximum(batch.lengths, 1.0)
     return _exp(jnp.where(batch.trained, mean + lp - jax.lax.stop_gradient(lp), 0.0))
 
 
@@ -166,7 +169,12 @@ def combine(shares: Sequence[Metrics]) -> Metrics:
     """The step's metrics from its micro-batches' shares: maxima of `*_max`, sums of the rest."""
     return {
         name: jnp.max(jnp.stack([s[name] for s in shares]))
-        if name.endswith("_max")
+        if is_maximum(name)
         else jnp.sum(jnp.stack([s[name] for s in shares]))
         for name in shares[0]
     }
+
+
+def is_maximum(name: str) -> bool:
+    """Whether the shares of this metric are combined to their maximum and not to their sum."""
+    return name.endswith("_max")

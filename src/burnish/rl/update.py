@@ -1,7 +1,7 @@
 """The update step: packed micro-batches in, new weights and metrics out.
 
 Gradients are summed over micro-batches (every loss share is already divided by the whole step's counts) and
-applied once. Per micro-batch there is one forward and one backward pass: no pass for old logprobs when there is one
+applied once. Copies of the weights (mesh axis `data`) each sum for themselves and exchange sums once an update. Per micro-batch there is one forward and one backward pass: no pass for old logprobs when there is one
 update per batch, none for a reference unless its logprobs are asked for (`logprobs`).
 """
 
@@ -99,7 +99,9 @@ class Updater:
     passed in and out; `step` consumes (donates) it.
 
     Weights, moments and gradients are split as their logical axes say, rows of a micro-batch over the devices; metrics
-    and logprobs are whole on every device. Raises MeshError where a size of the model can not be split.
+    and logprobs are whole on every device. Where there are several copies of the weights, gradients have one more axis
+    in front, with one sum for each copy, until they are applied. Raises MeshError where a size of the model can not be
+    split.
     """
 
     spec: ModelSpec
@@ -112,7 +114,12 @@ class Updater:
         split, whole = self.state_shardings.params, rules.replicated(self.mesh)
         self.rows = rules.ways("batch", self.mesh.shape)
         """Rows of a micro-batch must be a multiple of this."""
-        self._gradients = jax.jit(self._counted(self._gradients_of), out_shardings=(split, whole, whole, whole))
+        self._copies = rules.copies(self.mesh)
+        if self._copies > 1:
+            split = jax.tree.map(rules.stacked, split)
+        self.gradient_shardings = split
+        gradients_of = self._gradients_of if self._copies == 1 else self._gradients_of_copies
+        self._gradients = jax.jit(self._counted(gradients_of), out_shardings=(split, whole, whole, whole))
         self._logprobs = jax.jit(self._counted(self._logprobs_of), out_shardings=whole)
         self._add = jax.jit(
             self._counted(lambda total, grads: jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)),
@@ -120,9 +127,9 @@ class Updater:
             out_shardings=split,
         )
         self._apply = jax.jit(
-            self._counted(lambda state, grads: optimizer.apply_gradients(self.options.optimizer, state, grads)),
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, whole),
+            self._counted(self._applied if self._copies == 1 else self._applied_to_copies),
+            donate_argnums=0 if self._copies == 1 else (0, 1),
+            out_shardings=(self.state_shardings, whole, None if self._copies == 1 else split),
         )
 
     def init(self, params: Params) -> TrainState:
@@ -158,7 +165,7 @@ class Updater:
         if total is None:
             total = self._zeros(state.params)
         with on(self.mesh):
-            state, metrics = self._apply(state, total)
+            state, metrics, _ = self._apply(state, total)
         skipped = int(state.skipped_in_a_row)
         if skipped >= self.options.max_skipped_in_a_row:
             raise NonFiniteGradientsError(
@@ -187,9 +194,17 @@ class Updater:
 
     def _zeros(self, params: Params) -> Params:
         """A gradient of 0."""
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, self.options.grad_dtype), params)
-        zeros = partial(jax.tree.map, lambda p: jnp.zeros(p.shape, p.dtype), shapes)
-        return jax.jit(zeros, out_shardings=self.state_shardings.params)()
+        zeros = partial(jax.tree.map, lambda g: jnp.zeros(g.shape, g.dtype), self.gradient_shapes(params))
+        return jax.jit(zeros, out_shardings=self.gradient_shardings)()
+
+    def gradient_shapes(self, params: Params) -> Params:
+        """Shapes, dtype and places of the gradients of (abstract) weights."""
+        ahead = (self._copies,) if self._copies > 1 else ()
+        return jax.tree.map(
+            lambda p, s: jax.ShapeDtypeStruct((*ahead, *p.shape), self.options.grad_dtype, sharding=s),
+            params,
+            self.gradient_shardings,
+        )
 
     def _gradients_of(
         self, params: Params, batch: PackedBatch, denominators: Denominators
@@ -201,6 +216,38 @@ class Updater:
 
         grads, (metrics, lp, load) = jax.grad(objective, has_aux=True)(params)
         return jax.tree.map(lambda g: g.astype(self.options.grad_dtype), grads), metrics, lp, load
+
+    def _gradients_of_copies(
+        self, params: Params, batch: PackedBatch, denominators: Denominators
+    ) -> tuple[Params, Metrics, jax.Array, Load | None]:
+        """`_gradients_of`, but the gradients (copies, …) are those of each copy's rows."""
+
+        def of_one(
+            params: Params, batch: PackedBatch, denominators: Denominators
+        ) -> tuple[Params, Metrics, jax.Array, Load | None]:
+            grads, share, lp, load = self._gradients_of(params, batch, denominators)
+            share = {
+                name: rules.max_over_copies(x) if losses.is_maximum(name) else rules.sum_over_copies(x)
+                for name, x in share.items()
+            }
+            return jax.tree.map(lambda g: g[None], grads), share, lp, jax.tree.map(rules.sum_over_copies, load)
+
+        rows = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
+        return rules.per_copy(of_one, (False, rows, False), (True, False, True, False))(params, batch, denominators)
+
+    def _applied(self, state: TrainState, grads: Params) -> tuple[TrainState, Metrics, None]:
+        return *optimizer.apply_gradients(self.options.optimizer, state, grads), None
+
+    def _applied_to_copies(self, state: TrainState, grads: Params) -> tuple[TrainState, Metrics, Params]:
+        """`_applied` with the sum of the copies' gradients. That sum is a result only so that it can have the memory
+        of `grads` (donated): the update of copies needs no more than that of one."""
+
+        def summed(grads: Params) -> tuple[Params, Params]:
+            total = jax.tree.map(lambda g: rules.sum_over_copies(g[0]), grads)
+            return total, jax.tree.map(lambda g: g[None], total)
+
+        total, held = rules.per_copy(summed, (True,), (False, True))(grads)
+        return *optimizer.apply_gradients(self.options.optimizer, state, total), held
 
     def _logprobs_of(self, params: Params, batch: PackedBatch) -> jax.Array:
         return self._scores(params, batch)[0]
