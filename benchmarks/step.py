@@ -30,7 +30,6 @@ from burnish.rl.losses import LossOptions
 from burnish.rl.optimizer import OptimizerOptions
 from burnish.rl.packing import pack
 from burnish.rl.schedule import LearningRate
-from burnish.rl.setup import ROW_TOKENS
 from burnish.rl.update import UpdateOptions, Updater
 from burnish.rollout.engine import BuiltinEngine
 from burnish.rollout.types import SamplingParams
@@ -52,6 +51,7 @@ def main() -> None:
     parser.add_argument("--gsm8k", metavar="FILE", help="JSONL file of GSM8K: real prompts and lengths")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps, after one or two that compile")
     parser.add_argument("--remat", default="minimal", choices=["none", "minimal", "full"])
+    parser.add_argument("--train-row-tokens", type=int, default=2048, help="most tokens of a training row")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
     if args.gsm8k and not args.model:
@@ -102,7 +102,7 @@ def main() -> None:
                 score_groups(stack, groups)
             usages.append(usage)
             with measured() as usage:
-                packed = pack(groups, advantages, np.ones_like(advantages, bool), max_tokens=ROW_TOKENS)
+                packed = pack(groups, advantages, np.ones_like(advantages, bool), max_tokens=args.train_row_tokens)
                 state, metrics, _ = updater.step(state, packed)
                 jax.block_until_ready((state, metrics))
             usages.append(usage)

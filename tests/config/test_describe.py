@@ -29,7 +29,8 @@ def test_the_arithmetic_of_a_step_of_the_run_and_of_evaluation():
     assert describe_batch(cfg).splitlines() == [
         "Step: 8 prompts × 4 completions = 32 sequences of at most 1,024 tokens: 32,768 tokens at most.",
         "Sampling: 2 micro-batches of 4 prompts (16 sequences), 10 decoded at a time.",
-        "Training: 4 micro-batches of 2 prompts (8 sequences), 2 optimizer updates a step.",
+        "Training: 4 micro-batches of 2 prompts (8 sequences) in rows of at most 2,048 tokens, "
+        "2 optimizer updates a step.",
         "Run: 50 steps, 100 optimizer updates, 400 prompts.",
         "Evaluation: 10 batches of 16 = 160 prompts, 3 completions each (standard).",
     ]
@@ -39,7 +40,7 @@ def test_one_of_a_thing_is_singular():
     assert describe_batch(run("num_batches=1")).splitlines() == [
         "Step: 1 prompt × 2 completions = 2 sequences of at most 1,024 tokens: 2,048 tokens at most.",
         "Sampling: 1 micro-batch of 1 prompt (2 sequences), 2 decoded at a time.",
-        "Training: 1 micro-batch of 1 prompt (2 sequences), 1 optimizer update a step.",
+        "Training: 1 micro-batch of 1 prompt (2 sequences) in rows of at most 2,048 tokens, 1 optimizer update a step.",
         "Run: 1 step, 1 optimizer update, 1 prompt.",
         "Evaluation: 5 batches of 1 = 5 prompts, 1 completion each (greedy).",
     ]
@@ -56,7 +57,7 @@ def test_fine_tuning_counts_examples():
     cfg = load_config(SFTConfig, ["load_parameters_path=m", "train_micro_batch_size=4", "num_test_batches=0"])
     assert describe_batch(cfg, num_prompts=800).splitlines()[:4] == [
         "Step: 8 examples of at most 1,024 tokens: 8,192 tokens at most.",
-        "Training: 2 micro-batches of 4 examples, 1 optimizer update a step.",
+        "Training: 2 micro-batches of 4 examples in rows of at most 2,048 tokens, 1 optimizer update a step.",
         "Run: 100 steps, 100 optimizer updates, 800 examples.",
         "Data: 800 examples, each prompt at most 256 tokens; 1 pass at most.",
     ]

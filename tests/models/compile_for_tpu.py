@@ -24,12 +24,13 @@ def of(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def compiled(name: str, function: object, *args: jax.ShapeDtypeStruct) -> None:
-    text = jax.jit(function).lower(*args).compile().as_text()
-    print(f"{name}: {text.count('tpu_custom_call')} kernels")
+    program = jax.jit(function).lower(*args).compile()
+    temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
+    print(f"{name}, {temporaries:.0f} MiB: {program.as_text().count('tpu_custom_call')} kernels")
 
 
-def attention_gradient(visible, q, k, v):
-    attend = tpu.splash_attention(visible, Scoring(0.1, 30.0))
+def attention_gradient(segments, branches, q, k, v):
+    attend = tpu.splash_attention(tpu.splash_plan(segments, branches, 200), Scoring(0.1, 30.0), 200)
     return jax.grad(lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
 
 
@@ -39,7 +40,11 @@ def experts_gradient(rows, weights, sizes):
 
 for head_dim in (64, 128, 256):
     q, k = of(2, 1024, 8, head_dim), of(2, 1024, 2, head_dim)
-    compiled(f"splash attention, heads of {head_dim}", attention_gradient, of(2, 1024, 1024, dtype=jnp.bool_), q, k, k)
+    ids = of(2, 1024, dtype=jnp.int32)
+    compiled(f"splash attention, heads of {head_dim}", attention_gradient, ids, ids, q, k, k)
+# A long row: its keys and queries are 1 MiB, T² bytes would be 64.
+ids, q = of(1, 8192, dtype=jnp.int32), of(1, 8192, 1, 64)
+compiled("splash attention, a long row", attention_gradient, ids, ids, q, q, q)
 for queries, head_dim, columns in ((4, 128, 1024), (32, 64, 256), (8, 256, 128)):
     compiled(
         f"cache attention, {queries} queries, heads of {head_dim}",

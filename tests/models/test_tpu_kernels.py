@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -43,20 +42,47 @@ def test_splash_attention_is_plain_attention(window, softcap, head_dim):
         out = attend(q, k, v)
         return jnp.sum(jnp.where(weight != 0, out * weight, 0)), out
 
-    def both(attend):
+    def both(attend, seen):
         return jax.jit(
-            lambda visible: jax.value_and_grad(
-                lambda *x: value(attend(visible, score), *x), argnums=(0, 1, 2), has_aux=True
-            )(q, k, v)
-        )(visible)
+            lambda seen: jax.value_and_grad(lambda *x: value(attend(seen), *x), argnums=(0, 1, 2), has_aux=True)(
+                q, k, v
+            )
+        )(seen)
 
-    (_, out), grads = both(partial(tpu.splash_attention, interpret=True))
-    (_, expected), expected_grads = both(plain_attention)
+    plan = tpu.splash_plan(jnp.array(segments), jnp.array(branches), window)
+    (_, out), grads = both(lambda plan: tpu.splash_attention(plan, score, window, interpret=True), plan)
+    (_, expected), expected_grads = both(lambda visible: plain_attention(visible, score), visible)
     real = np.broadcast_to(segments[..., None, None] != 0, out.shape)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[real], expected[real], rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+def test_blocks_of_splash_attention_are_those_with_a_visible_pair(window):
+    T = 1152  # blocks of 128
+    rng = np.random.default_rng(3)
+    rows = []
+    for _ in range(3):
+        segments, branches, positions = [], [], []
+        for segment in range(1, 6):
+            prompt = int(rng.integers(1, 150))
+            lengths = rng.integers(1, rng.choice([20, 200]), int(rng.integers(1, 4))).tolist()
+            for branch, (start, length) in enumerate([(0, prompt), *((prompt, n) for n in lengths)]):
+                segments += [segment] * length
+                branches += [branch] * length
+                positions += range(start, start + length)
+        rows.append([(x + [0] * T)[:T] for x in (segments, branches, positions)])
+    segments, branches, positions = np.array(rows, np.int32).swapaxes(0, 1)
+    plan = tpu.splash_plan(jnp.array(segments), jnp.array(branches), window)
+    visible = np.array(visibility(*map(jnp.array, (segments, branches, positions)), window))
+    visible |= (segments == 0)[:, :, None] & np.eye(T, dtype=bool)
+    block = tpu.block_of(T)
+    J = T // block
+    assert J == 9
+    np.testing.assert_array_equal(plan.blocks, visible.reshape(3, J, block, J, block).any(axis=(2, 4)))
+    assert 0 < plan.blocks.sum() < 3 * J * (J + 1) / 2
 
 
 @pytest.mark.parametrize("per_query", [False, True])
@@ -110,4 +136,6 @@ def test_kernels_compile_for_v6e():
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [int(line.rpartition(": ")[2].split()[0]) for line in done.stdout.splitlines()]
-    assert kernels == [3, 3, 3, 1, 1, 1, 2, 2]
+    assert kernels == [3, 3, 3, 3, 1, 1, 1, 2, 2]
+    long_row = next(line for line in done.stdout.splitlines() if "long row" in line)
+    assert int(long_row.split()[-4]) < 64, long_row  # MiB: nothing has T² elements

@@ -250,12 +250,3 @@ def test_tables_have_a_cell_for_every_column(small):
         assert all(len(row) == len(section.columns) for row in section.rows)
     total = plan.moments[0].total / 2**30
     assert f"{total:.2f}" in np.array(report.sections(plan)[0].rows)[-1]
-
-
-def test_a_sample_of_many_prompts_is_packed_as_all_of_them_are(monkeypatch):
-    sampled = setting("batch_size=320").longest
-    monkeypatch.setattr(workload, "SAMPLE", 1000)
-    whole = setting("batch_size=320").longest
-    assert sampled.row_tokens == whole.row_tokens
-    assert sampled.micro_batches == pytest.approx(whole.micro_batches, rel=0.1)
-    assert (sampled.rows, sampled.row_length) == (whole.rows, whole.row_length)

@@ -87,7 +87,7 @@ def plain_loop(cfg):
             groups = engine.generate(prompts, seeds, sampling)
             rewards = np.array([[s.total for s in row] for row in train.score_groups(stack, groups)])
             valid = np.ones(rewards.shape, bool)
-            packed = pack(groups, group_advantages(rewards, valid), valid, max_tokens=setup.row_tokens(cfg))
+            packed = pack(groups, group_advantages(rewards, valid), valid, max_tokens=cfg.train_row_tokens)
             state, step_metrics, _ = updater.step(state, packed)
             versions.append(jax.tree.map(np.array, state.params))
             names = ("loss", "grad_norm", "importance_weight", "importance_truncated")

@@ -1,10 +1,12 @@
+import time
+
 import numpy as np
 import pytest
 import tiny_rl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.rl.packing import bucket, pack, pack_examples
+from burnish.rl.packing import Segment, TrainedCompletion, _fewest, _spread, bucket, pack, pack_examples
 
 
 def trained_sequences(packed):
@@ -49,6 +51,59 @@ def test_every_completion_is_trained_once_whatever_the_rows(prompts, generations
     for batch in packed.micro_batches:
         assert batch.tokens.shape == packed.micro_batches[0].tokens.shape
         assert (batch.segments > 0).sum(axis=1).max() <= max(max_tokens, longest)
+
+
+def spread_by_trying_every_row(lengths, n, capacity, rows, max_groups):
+    """For each piece, the longest first, the row it goes to by the rule; None if one has none."""
+    loads, groups, chosen = [0] * n, [0] * (n // rows), {}
+    for piece in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        open_rows = [
+            row
+            for row in range(n)
+            if loads[row] + lengths[piece] <= capacity and (max_groups is None or groups[row // rows] < max_groups)
+        ]
+        if not open_rows:
+            return None
+        chosen[piece] = row = min(open_rows, key=lambda row: (loads[row], row))
+        loads[row] += lengths[piece]
+        groups[row // rows] += 1
+    return chosen
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=40),
+    micro_batches=st.integers(1, 8),
+    capacity=st.integers(60, 150),
+    rows=st.integers(1, 4),
+    max_groups=st.one_of(st.none(), st.integers(1, 12)),
+)
+def test_pieces_go_to_the_emptiest_row_that_may_have_them(lengths, micro_batches, capacity, rows, max_groups):
+    pieces = [
+        Segment(np.array([i]), (TrainedCompletion(np.zeros(n - 1, np.int32), np.zeros(n - 1, np.float32), 1.0),))
+        for i, n in enumerate(lengths)
+    ]
+
+    def expected(n):
+        return spread_by_trying_every_row(lengths, n, capacity, rows, max_groups)
+
+    placed = _spread(pieces, micro_batches * rows, capacity, rows, max_groups)
+    chosen = expected(micro_batches * rows)
+    assert (placed is None) == (chosen is None)
+    if placed is not None:
+        assert {int(p.prompt[0]): row for row, held in enumerate(placed) for p in held} == chosen
+    fewest = _fewest(pieces, capacity, rows, max_groups)
+    assert expected(fewest * rows) is not None
+    assert fewest == 1 or expected((fewest - 1) * rows) is None
+
+
+def test_thousands_of_completions_are_packed_in_seconds():
+    rng = np.random.default_rng(0)
+    pieces = [([1] * 100, [2] * int(n)) for n in rng.integers(50, 900, 8192)]
+    start = time.process_time()
+    packed = pack_examples(pieces, max_tokens=2048, max_groups=64, rows=16)
+    assert time.process_time() - start < 10  # going through all rows for every piece takes minutes
+    assert packed.num_sequences == 8192
 
 
 def test_a_prompt_is_in_a_row_once_for_all_its_completions():

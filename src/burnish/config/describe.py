@@ -90,7 +90,8 @@ def _step_of_rl(cfg: RunConfig) -> list[str]:
         f"({_count(rollout * G, 'sequence')}), "
         f"{min(cfg.resolved_max_num_seqs, rollout * G):,} decoded at a time.",
         f"Training: {_count(P // train, 'micro-batch')} of {_count(train, 'prompt')} "
-        f"({_count(train * G, 'sequence')}), {_count(cfg.rl.num_iterations, 'optimizer update')} a step.",
+        f"({_count(train * G, 'sequence')}) in {_rows(cfg)}, "
+        f"{_count(cfg.rl.num_iterations, 'optimizer update')} a step.",
     ]
 
 
@@ -99,8 +100,13 @@ def _step_of_sft(cfg: SFTConfig) -> list[str]:
     return [
         f"Step: {_count(B, 'example')} of at most {_count(cfg.max_target_length, 'token')}: "
         f"{_count(B * cfg.max_target_length, 'token')} at most.",
-        f"Training: {_count(B // train, 'micro-batch')} of {_count(train, 'example')}, 1 optimizer update a step.",
+        f"Training: {_count(B // train, 'micro-batch')} of {_count(train, 'example')} in {_rows(cfg)}, "
+        "1 optimizer update a step.",
     ]
+
+
+def _rows(cfg: RunConfig | SFTConfig) -> str:
+    return f"rows of at most {max(cfg.train_row_tokens, cfg.max_target_length):,} tokens"
 
 
 def _evaluation(cfg: RunConfig | SFTConfig) -> str:

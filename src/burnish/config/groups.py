@@ -399,6 +399,13 @@ class TrainStepOptions(EvalOptions):
         "Prompts whose forward and backward pass run at once; changes memory, not the result; -1 is the whole batch",
         unit="prompts",
     )
+    train_row_tokens: int = option(
+        2048,
+        "Most tokens of a training row, of which each device computes one at a time (a prompt with one completion that "
+        "is longer still gets a row): longer rows send less between devices and need more memory; changes no result",
+        unit="tokens",
+        ge=64,
+    )
 
     @model_validator(mode="after")
     def _train_micro_batches_are_whole(self) -> Self:

@@ -50,10 +50,12 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
     T = segments.shape[1]
     block = next((size for size in (BLOCK, BLOCK // 2) if T % size == 0), None)
     score = scoring(spec)
-    kernel = platform() == "tpu" and tpu.block_of(T) is not None
+    kernel = platform() == "tpu" and tpu.block_of(T) is not None and T <= tpu.MOST_COLUMNS
     blocked = None if kernel or T <= PLAIN_UP_TO else block
 
     def see(part: Part, segments: jax.Array, branches: jax.Array, positions: jax.Array) -> Any:
+        if kernel:
+            return tpu.splash_plan(segments, branches, spec.window)
         visible = visibility(segments, branches, positions, spec.window)
         return visible if blocked is None else block_plan(visible, blocked)
 
@@ -66,7 +68,9 @@ def packed_attention(spec: ModelSpec, segments: jax.Array, branches: jax.Array, 
         def on_part(part: Part, q: jax.Array, k: jax.Array, v: jax.Array, *leaves: jax.Array) -> jax.Array:
             k, v = own_kv_heads(part, q, k, v, spec)
             seen = jax.tree.unflatten(treedef, leaves)
-            way = tpu.splash_attention if kernel else plain_attention if blocked is None else block_attention
+            if kernel:
+                return tpu.splash_attention(seen, score, spec.window)(q, k, v)
+            way = plain_attention if blocked is None else block_attention
             return way(seen, score)(q, k, v)
 
         heads, kv_heads = ("batch", "length", "heads"), ("batch", "length", "kv_heads")

@@ -1,12 +1,14 @@
 """What models compute on TPU with Pallas kernels instead of plain operations: packed attention, attention to caches,
 and the experts' grouped matrix products.
 
-Attention over packed rows is JAX's splash attention with a mask made of data, so that blocks without a visible pair
-are skipped; grouped products are JAX's megablox. Attention to caches is a kernel of our own, because the caches are
-(a prompt's columns shared by its completions, and a ring of each one's own). Each function works on what one device
-holds, and mirrors the plain function that its docstring names. `interpret` runs a kernel without a TPU.
+Attention over packed rows is JAX's splash attention, whose blocks without a visible pair are skipped and whose masks
+are computed in the kernel, so that nothing of T² is kept; grouped products are JAX's megablox. Attention to caches is a
+kernel of our own, because the caches are (a prompt's columns shared by its completions, and a ring of each one's own).
+Each function works on what one device holds, and mirrors the plain function that its docstring names. `interpret` runs
+a kernel without a TPU.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,16 +32,77 @@ def block_of(length: int, most: int = 512) -> int | None:
     return next((size for size in (512, 256, 128) if size <= most and length % size == 0), None)
 
 
-def splash_attention(visible: jax.Array, score: Scoring, *, interpret: bool = False) -> Attend:
-    """`attention.plain_attention` by splash attention; visible (B, T, T) bool, `block_of(T)` not None.
+MOST_COLUMNS = 2**15 - 1
+"""Longest row of splash attention: the kernel gets two columns of a row in one 32-bit number."""
 
-    The mask is data, so a row's filling compiles nothing anew. It is kept whole, T² bytes a row, which is little
-    beside the activations of the lengths that training uses.
-    """
-    T = visible.shape[1]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SplashPlan:
+    """What queries see, as the kernel wants it. A query sees the keys of its segment that are in its prompt or, up to
+    itself, in its own part of the row: its completion or, for a query of the prompt, the prompt."""
+
+    segments: jax.Array  # (B, T) int32
+    parts: jax.Array  # (B, T) int32, end of the query's prompt (0: it is in it) · 2^15 + begin of its own part
+    blocks: jax.Array  # (B, J, J) bool, whether some query of a block sees a key of another; T/J is `block_of(T)`
+
+
+def splash_plan(segments: jax.Array, branches: jax.Array, window: int | None) -> SplashPlan:
+    """That of packed rows (B, T), T at most MOST_COLUMNS, `block_of(T)` not None; padding, segment 0, sees itself."""
+    T = segments.shape[1]
     block = block_of(T)
     assert block is not None
-    visible = visible | jnp.eye(T, dtype=bool)  # padding sees itself: no row is empty
+    column = jnp.arange(T, dtype=jnp.int32)
+
+    def one_row(segments: jax.Array, branches: jax.Array) -> SplashPlan:
+        starts = (jnp.diff(segments, prepend=-1) != 0) | (jnp.diff(branches, prepend=-1) != 0) | (segments == 0)
+        begin = jax.lax.cummax(jnp.where(starts, column, 0))
+        # A completion's prompt is the last one before it.
+        end = jnp.where(branches == 0, 0, jax.lax.cummax(jnp.where(branches == 0, column + 1, 0)))
+        parts = end * 2**15 + begin
+        sees = _Sees(block, window)
+
+        def blocks_seen(i: jax.Array) -> jax.Array:  # (J,), of one block of queries
+            rows = jax.lax.dynamic_slice_in_dim(column, i * block, block)[:, None]
+            seen = sees.at(rows, parts[rows], column[None, :]) & (segments[rows] == segments[None, :])
+            return seen.reshape(block, T // block, block).any(axis=(0, 2))
+
+        return SplashPlan(segments, parts, jax.lax.map(blocks_seen, jnp.arange(T // block)))
+
+    return jax.vmap(one_row)(segments, branches)
+
+
+@dataclass(frozen=True)
+class _Sees:
+    """Whether queries see keys of their segment: as `mask_function` of splash attention for square blocks."""
+
+    block: int
+    window: int | None
+
+    def at(self, query: jax.Array, parts: jax.Array, key: jax.Array) -> jax.Array:
+        """By columns, and `parts` of the query."""
+        end, begin = jax.lax.shift_right_logical(parts, 15) & MOST_COLUMNS, parts & MOST_COLUMNS
+        of_prompt, own = key < end, (key >= begin) & (key <= query)
+        if self.window is not None:
+            own &= query - key < self.window
+            of_prompt &= end - key + query - begin < self.window
+        return of_prompt | own
+
+    def __call__(self, parts: jax.Array, key: jax.Array) -> jax.Array:
+        """Of one block. `parts` is negative where keys are rows and queries are columns, in the kernel whose grid has
+        blocks of queries last."""
+        number = jnp.where(parts < 0, pl.program_id(2), pl.program_id(1))
+        # Of a square block both numbers add up to what is left when the key's is taken away.
+        both = sum(jax.lax.broadcasted_iota(jnp.int32, key.shape, axis) for axis in (0, 1))
+        query = number * self.block + both - key % self.block
+        return self.at(query, parts, key)
+
+
+def splash_attention(plan: SplashPlan, score: Scoring, window: int | None, *, interpret: bool = False) -> Attend:
+    """`attention.plain_attention` by splash attention; the window is that of the plan, which is data, so that a row's
+    filling compiles nothing anew."""
+    J = plan.blocks.shape[1]
+    block = plan.segments.shape[1] // J
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -49,19 +112,29 @@ def splash_attention(visible: jax.Array, score: Scoring, *, interpret: bool = Fa
         block_kv_dq=block,
     )
 
-    def one_row(mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        kernel = splash.make_splash_mha(
-            mask[None],
+    def one_row(plan: SplashPlan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        number = jnp.arange(J, dtype=jnp.int32)
+
+        def info(of: jax.Array, parts: jax.Array) -> splash.mask_info_lib.MaskInfo:
+            # What is read ahead, in blocks; of those that are skipped always the same one.
+            ahead = jnp.where(plan.blocks, of, 0).astype(jnp.int8 if J < 128 else jnp.int32)
+            return splash.mask_info_lib.MaskInfo(ahead[None], None, plan.blocks[None].astype(jnp.int8), None, parts)
+
+        by_query = info(number[None, :], plan.parts)
+        kernel = splash.SplashAttentionKernel(
+            by_query,
+            by_query,
+            info(number[:, None], plan.parts | jnp.int32(-(2**31))),
             block_sizes=sizes,
+            is_mqa=False,
+            save_residuals=False,
+            mask_value=splash.DEFAULT_MASK_VALUE,
             attn_logits_soft_cap=score.softcap,
-            head_shards=1,
-            q_seq_shards=1,
             residual_checkpoint_name="attention",
-            interpret=interpret,
+            mask_function=_Sees(block, window),
+            interpret=pltpu.InterpretParams() if interpret else False,
         )
-        # JAX turns this flag into an array and then asks for its truth, which has none while tracing.
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-        return kernel(q, k, v)
+        return kernel(q, k, v, splash.SegmentIds(plan.segments, plan.segments))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         N = q.shape[-1]
@@ -70,7 +143,7 @@ def splash_attention(visible: jax.Array, score: Scoring, *, interpret: bool = Fa
         def heads_first(x: jax.Array) -> jax.Array:  # (B, T, K, N) -> (B, K, T, N padded)
             return jnp.pad(x.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -N % LANES)])
 
-        out = jax.vmap(one_row)(visible, heads_first(q), heads_first(k), heads_first(v))
+        out = jax.vmap(one_row)(plan, heads_first(q), heads_first(k), heads_first(v))
         return out[..., :N].swapaxes(1, 2)
 
     return attend

@@ -6,11 +6,12 @@ every array is summed up on both sides (`checksum`), so that one that went missi
 is found before it is used.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def relaid(pieces: Sequence[Piece], dtype: Any) -> list[jax.Array]:
     layouts = tuple(p.target for p in pieces)
     sent = _layouts_on_sender(pieces)
     with on(_mesh(sent[0])):
-        arrays, _ = _cut_out(_arrays(pieces), _indices(pieces), dtype=dtype, layouts=sent, summed=False)
+        arrays, _ = cutter(dtype, _ways(pieces, sent), summed=False)(_arrays(pieces), _indices(pieces))
     return [x if a == b else jax.device_put(x, b) for x, a, b in zip(arrays, sent, layouts, strict=True)]
 
 
@@ -84,7 +85,7 @@ def send(pieces: Sequence[Piece], dtype: Any, version: int, chunk_size: int | No
         chunk = pieces[i : i + size]
         sent = _layouts_on_sender(chunk)
         with on(_mesh(sent[0])):
-            arrays, sums = _cut_out(_arrays(chunk), _indices(chunk), dtype=dtype, layouts=sent, summed=True)
+            arrays, sums = cutter(dtype, _ways(chunk, sent), summed=True)(_arrays(chunk), _indices(chunk))
         sums_sent |= {p.name: s for p, s in zip(chunk, sums, strict=True)}
         arrived = _copy({p.name: x for p, x in zip(chunk, arrays, strict=True)}, {p.name: p.target for p in chunk})
         if chunk_size is not None:
@@ -141,27 +142,97 @@ def layout_on(source: Sharding, target: NamedSharding) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices).reshape(shape), AXES), target.spec)
 
 
+Way = tuple[NamedSharding, ...]
+"""Layouts that an array goes through, the last of which is wanted."""
+
+
+def _ways(pieces: Sequence[Piece], sent: Sequence[NamedSharding]) -> tuple[Way, ...]:
+    return tuple(
+        way_to(layout, p.source.sharding, p.source.shape, p.index is not None)
+        if isinstance(p.source, jax.Array) and p.source.committed
+        else (layout,)
+        for p, layout in zip(pieces, sent, strict=True)
+    )
+
+
+@lru_cache(maxsize=1024)
+def way_to(layout: NamedSharding, source: Sharding, shape: tuple[int, ...], stacked: bool) -> Way:
+    """From the source's layout (or that of its parts along the first axis, if it is stacked) to this one of the same
+    devices in the same order, in steps each of which the compiler knows a small exchange for.
+
+    Left to itself, the compiler gathers whole arrays where parts of the source are on several devices, or parts of the
+    result are. Steps: as it is; each device its part of what it has, and parts of one axis for parts of another; those
+    in the wanted order; what is still split and shall not be is gathered.
+    """
+    if not isinstance(source, NamedSharding) or source.mesh.size == 1:
+        return (layout,)
+    if stacked:
+        source, shape = NamedSharding(source.mesh, PartitionSpec(*source.spec[1:])), shape[1:]
+    fine = _common(source.mesh, layout.mesh)
+    if fine is None:
+        return (source, layout)
+    have, want = (_spread_over(fine, x, len(shape)) for x in (source, layout))
+    wanted = {name for axis in want for name in axis}
+    kept = [tuple(n for n in axis if n not in wanted or n in aim) for axis, aim in zip(have, want, strict=True)]
+    exchanged = [(*axis, *(n for n in aim if n not in axis)) for axis, aim in zip(kept, want, strict=True)]
+    ordered = [(*aim, *(n for n in axis if n not in aim)) for axis, aim in zip(exchanged, want, strict=True)]
+    steps = [have, exchanged, ordered, want]
+    if any(
+        size % math.prod(fine.shape[n] for n in axis) for step in steps for size, axis in zip(shape, step, strict=True)
+    ):
+        return (source, layout)
+    way = [NamedSharding(fine, PartitionSpec(*(axis or None for axis in step))) for step in steps[:-1]]
+    return (*(x for i, x in enumerate(way) if i == 0 or x != way[i - 1]), layout)
+
+
+def _common(a: Mesh, b: Mesh) -> Mesh | None:
+    """The mesh of which the axes of both, of the same devices in the same order, are groups of axes that follow one
+    another; None where there is none."""
+    ends = sorted({1} | {math.prod(x.devices.shape[i:]) for x in (a, b) for i in range(x.devices.ndim)})
+    if any(after % before for before, after in itertools.pairwise(ends)):
+        return None
+    sizes = [after // before for before, after in itertools.pairwise(ends)][::-1]
+    return Mesh(a.devices.reshape(sizes), tuple(f"part {i}" for i in range(len(sizes))))
+
+
+def _spread_over(fine: Mesh, sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """For each of an array's axes the axes of a finer mesh that it is split over."""
+    mesh = sharding.mesh
+    names = dict.fromkeys(mesh.axis_names, ())
+    left = list(fine.axis_names)
+    for axis, size in mesh.shape.items():
+        while math.prod(fine.shape[n] for n in names[axis]) < size:
+            names[axis] = (*names[axis], left.pop(0))
+    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    return [tuple(n for axis in ((e,) if isinstance(e, str) else e or ()) for n in names[axis]) for e in spec]
+
+
 def _mesh(layout: NamedSharding) -> Mesh:
     assert isinstance(layout.mesh, Mesh)
     return layout.mesh
 
 
-@partial(jax.jit, static_argnames=("dtype", "layouts", "summed"))
-def _cut_out(
-    arrays: tuple[jax.Array, ...],
-    indices: tuple[jax.Array | None, ...],
-    dtype: Any,
-    layouts: tuple[NamedSharding, ...],
-    summed: bool,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Copies, never the arrays themselves: their owner gives them away to its next update."""
-    parts = []
-    for x, index, layout in zip(arrays, indices, layouts, strict=True):
-        if index is not None:
-            x = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-        x = jnp.array(x, dtype, copy=True)
-        parts.append(x if layout.mesh.size == 1 else jax.lax.with_sharding_constraint(x, layout))
-    return parts, [checksum(x) for x in parts] if summed else []
+@lru_cache(maxsize=1024)
+def cutter(dtype: Any, ways: tuple[Way, ...], *, summed: bool) -> jax.stages.Wrapped:
+    """A compiled function of arrays and indices into those that are stacked (None for the others), that returns what is
+    wanted of each in `dtype` at the end of its way, and checksums. These are copies, never the arrays themselves: their
+    owner gives them away to its next update."""
+
+    def cut_out(
+        arrays: tuple[jax.Array, ...], indices: tuple[jax.Array | None, ...]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        parts = []
+        for x, index, way in zip(arrays, indices, ways, strict=True):
+            if index is not None:
+                x = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+            x = jnp.array(x, dtype, copy=True)
+            for layout in way if way[-1].mesh.size > 1 else ():
+                x = jax.lax.with_sharding_constraint(x, layout)
+            parts.append(x)
+        return parts, [checksum(x) for x in parts] if summed else []
+
+    # A constraint alone does not keep the compiler from returning whole arrays.
+    return jax.jit(cut_out, out_shardings=([way[-1] for way in ways], None))
 
 
 def _copy(arrays: Mapping[str, jax.Array], targets: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:

@@ -300,7 +300,15 @@ def handover_jobs(trainer: Trainer, sampler: Sampler, side: Side) -> list[Job]:
     summed = set(mesh.devices.flat) != set(sampler.mesh.devices.flat)  # what goes to other devices is checked there
 
     def job(name: str, times: float, sources: Params, index: int | None, targets: Params) -> Job:
-        layouts = tuple(transfer.layout_on(sources[key].sharding, x.sharding) for key, x in targets.items())
+        ways = tuple(
+            transfer.way_to(
+                transfer.layout_on(sources[key].sharding, x.sharding),
+                sources[key].sharding,
+                sources[key].shape,
+                index is not None,
+            )
+            for key, x in targets.items()
+        )
         arrays = tuple(sources[key] for key in targets)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
         indices = tuple(None if index is None else number for _ in targets)
@@ -309,7 +317,7 @@ def handover_jobs(trainer: Trainer, sampler: Sampler, side: Side) -> list[Job]:
             side,
             times,
             mesh,
-            lambda: transfer._cut_out.lower(arrays, indices, dtype=sampler.dtype, layouts=layouts, summed=summed),
+            lambda: transfer.cutter(sampler.dtype, ways, summed=summed).lower(arrays, indices),
         )
 
     jobs = []

@@ -6,6 +6,7 @@ lengths that are expected; nothing of the run's data is read.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from burnish.config.schema import PlanConfig
 from burnish.data.types import Prompt
 from burnish.models.params import param_infos
 from burnish.models.spec import ModelSpec
-from burnish.rl import setup
 from burnish.rl.packing import pack
 from burnish.rl.types import Denominators, PackedBatch
 from burnish.rollout import engine
@@ -65,7 +65,7 @@ class Workload:
         """Turns of the loop over the vocabulary projection in one micro-batch."""
         from burnish.rl.logprobs import CHUNK_TOKENS
 
-        width = min(max(1, CHUNK_TOKENS // self.rows), self.row_length)
+        width = min(CHUNK_TOKENS, self.row_length)  # each device has one row
         used = -(-self.trained_tokens // (self.rows * self.micro_batches))
         return max(1, -(-used // width))
 
@@ -133,15 +133,21 @@ class Rows:
     tokens: int  # of all micro-batches, without padding
 
 
-SAMPLE = 128
-"""Prompts that are packed at least; of more, only as many as fill two micro-batches: all are of the same lengths, and
-packing takes time with their square."""
-
-
 def packed_rows(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) -> Rows:
     """A step's rows as training packs them, from prompts and completions of these lengths."""
-    G = cfg.rl.num_generations
-    P = min(cfg.batch_size, max(SAMPLE, 2 * row_shards))
+    return _packed(
+        cfg.batch_size,
+        cfg.rl.num_generations,
+        prompt,
+        completion,
+        max_tokens=cfg.train_row_tokens,
+        max_groups=cfg.resolved_train_micro_batch_size,
+        rows=row_shards,
+    )
+
+
+@lru_cache(maxsize=64)
+def _packed(P: int, G: int, prompt: int, completion: int, *, max_tokens: int, max_groups: int, rows: int) -> Rows:
     made_up = Completion(
         token_ids=np.zeros(completion, np.int32),
         logprobs=np.zeros(completion, np.float32),
@@ -155,17 +161,16 @@ def packed_rows(cfg: PlanConfig, prompt: int, completion: int, row_shards: int) 
         [group] * P,
         np.ones((P, G)),
         np.ones((P, G), bool),
-        max_tokens=setup.row_tokens(cfg),
-        max_groups=cfg.resolved_train_micro_batch_size,
-        rows=row_shards,
+        max_tokens=max_tokens,
+        max_groups=max_groups,
+        rows=rows,
         keep_zero_advantages=True,
     )
-    times = cfg.batch_size / P
     return Rows(
         batch=packed.micro_batches[0],
         denominators=packed.denominators,
-        micro_batches=math.ceil(len(packed.micro_batches) * times),
-        tokens=round(packed.row_tokens * times),
+        micro_batches=len(packed.micro_batches),
+        tokens=packed.row_tokens,
     )
 
 

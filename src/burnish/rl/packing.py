@@ -7,6 +7,7 @@ that does not fit in a row is split and its prompt repeated, and so is one where
 share, would be empty; a single completion is never split.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,8 +130,9 @@ def pack_segments(
     for segment in segments:
         if len(segment.prompt) == 0 or any(len(c.token_ids) == 0 for c in segment.completions):
             raise ValueError("a prompt and each of its completions need at least one token to be trained on")
-    pieces = [piece for segment in segments for piece in _split(segment, max_tokens)]
-    placed = _assign(pieces, max_tokens, rows, max_groups)
+    capacity = max([max_tokens, *(len(s.prompt) + len(c.token_ids) for s in segments for c in s.completions)])
+    pieces = [piece for segment in segments for piece in _split(segment, capacity)]
+    placed = _assign(pieces, capacity, rows, max_groups)
     length = bucket(max((sum(p.num_tokens for p in row) for row in placed), default=0))
     micro_batches = tuple(_build(placed[i : i + rows], length) for i in range(0, len(placed), rows))
     pieces = [piece for row in placed for piece in row]
@@ -146,13 +148,13 @@ def pack_segments(
     )
 
 
-def _split(segment: Segment, max_tokens: int) -> list[Segment]:
+def _split(segment: Segment, capacity: int) -> list[Segment]:
     """The segment, or several that repeat its prompt where it is longer than a row."""
     pieces: list[Segment] = []
     taken: list[TrainedCompletion] = []
     size = len(segment.prompt)
     for completion in segment.completions:
-        if taken and size + len(completion.token_ids) > max_tokens:
+        if taken and size + len(completion.token_ids) > capacity:
             pieces.append(Segment(segment.prompt, tuple(taken)))
             taken, size = [], len(segment.prompt)
         taken.append(completion)
@@ -161,28 +163,20 @@ def _split(segment: Segment, max_tokens: int) -> list[Segment]:
     return pieces
 
 
-def _assign(pieces: list[Segment], max_tokens: int, rows: int, max_groups: int | None) -> list[list[Segment]]:
+def _assign(pieces: list[Segment], capacity: int, rows: int, max_groups: int | None) -> list[list[Segment]]:
     """Longest first into the emptiest row, with the number of rows that wastes least after bucketing.
 
     Evenly filled rows share one bucket; the number of rows is a multiple of `rows`.
     """
     if not pieces:
         return []
-    total = sum(p.num_tokens for p in pieces)
-    longest = max(p.num_tokens for p in pieces)
-    capacity = max(max_tokens, longest)
-    n = -(-total // (capacity * rows)) * rows
-    if max_groups is not None:
-        n = max(n, -(-len(pieces) // max_groups) * rows)
     best: list[list[Segment]] | None = None
     best_size = 0
-    tries = 0
-    while tries < 3:
-        placed = _spread(pieces, n, capacity, rows, max_groups)
-        n += rows
-        if placed is None:
+    fewest = _fewest(pieces, capacity, rows, max_groups)
+    for micro_batches in range(fewest, fewest + 3):
+        placed = _spread(pieces, micro_batches * rows, capacity, rows, max_groups)
+        if placed is None:  # more rows do not always help
             continue
-        tries += 1
         placed = [row for i in range(0, len(placed), rows) for row in _fill_empty(placed[i : i + rows])]
         size = len(placed) * bucket(max(sum(p.num_tokens for p in row) for row in placed))
         if best is None or size < best_size:
@@ -191,24 +185,48 @@ def _assign(pieces: list[Segment], max_tokens: int, rows: int, max_groups: int |
     return best
 
 
+def _fewest(pieces: list[Segment], capacity: int, rows: int, max_groups: int | None) -> int:
+    """Micro-batches of `rows` rows that the pieces can be spread over, and not over one less."""
+    sizes = np.array([p.num_tokens for p in pieces])
+    # A row has room for k pieces longer than 1 / (k + 1) of it.
+    of_pieces = max(-(-int((sizes * (k + 1) > capacity).sum()) // k) for k in range(1, 9))
+    least = max(-(-int(sizes.sum()) // (capacity * rows)), -(-of_pieces // rows))
+    if max_groups is not None:
+        least = max(least, -(-len(pieces) // max_groups))
+
+    def enough(micro_batches: int) -> bool:
+        return _spread(pieces, micro_batches * rows, capacity, rows, max_groups) is not None
+
+    step, too_few = 1, least - 1
+    while not enough(too_few + step):
+        too_few += step
+        step *= 2
+    most = too_few + step
+    while most - too_few > 1:
+        middle = (too_few + most) // 2
+        if enough(middle):
+            most = middle
+        else:
+            too_few = middle
+    return most
+
+
 def _spread(
     pieces: list[Segment], n: int, capacity: int, rows: int, max_groups: int | None
 ) -> list[list[Segment]] | None:
-    """Pieces over n rows, the longest first into the emptiest; None if one does not fit."""
+    """Pieces over n rows, the longest first into the emptiest, of equals the first; None if one does not fit."""
     placed: list[list[Segment]] = [[] for _ in range(n)]
-    loads = [0] * n
     groups = [0] * (n // rows)
+    emptiest = [(0, row) for row in range(n)]
     for piece in sorted(pieces, key=lambda p: -p.num_tokens):
-        open_rows = [
-            i
-            for i in range(n)
-            if loads[i] + piece.num_tokens <= capacity and (max_groups is None or groups[i // rows] < max_groups)
-        ]
-        if not open_rows:
+        # A micro-batch that has all its groups gets no more: its rows are never asked again.
+        while emptiest and max_groups is not None and groups[emptiest[0][1] // rows] >= max_groups:
+            heapq.heappop(emptiest)
+        if not emptiest or emptiest[0][0] + piece.num_tokens > capacity:
             return None
-        row = min(open_rows, key=lambda i: loads[i])
+        load, row = emptiest[0]
         placed[row].append(piece)
-        loads[row] += piece.num_tokens
+        heapq.heapreplace(emptiest, (load + piece.num_tokens, row))
         groups[row // rows] += 1
     return placed
 

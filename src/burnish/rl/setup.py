@@ -300,16 +300,6 @@ def update_options(cfg: RunConfig | SFTConfig) -> UpdateOptions:
     )
 
 
-ROW_TOKENS = 2048
-"""Tokens of a training row: matrix products have long reached their full rate, and activations stay bounded however
-many prompts a micro-batch has."""
-
-
-def row_tokens(cfg: LengthOptions) -> int:
-    """Most tokens in a training row; a longer prompt with one completion still gets a row."""
-    return max(ROW_TOKENS, cfg.max_target_length)
-
-
 def completion_seeds(
     seed: int, purpose: str, step: int, prompts: Sequence[Prompt], num_completions: int
 ) -> list[list[int]]:

@@ -145,7 +145,7 @@ def _pack(cfg: SFTConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt], rows:
         completion = tokenizer.encode_completion(prompt.answer)
         examples.append((prompt.token_ids, completion[: cfg.max_target_length - len(prompt.token_ids)]))
     packed = pack_examples(
-        examples, max_tokens=setup.row_tokens(cfg), max_groups=cfg.resolved_train_micro_batch_size, rows=rows
+        examples, max_tokens=cfg.train_row_tokens, max_groups=cfg.resolved_train_micro_batch_size, rows=rows
     )
     return packed, np.array([len(completion) for _, completion in examples])
 

@@ -373,7 +373,7 @@ def _update(parts: Parts, state: TrainState, sampled: Sampled) -> tuple[TrainSta
         sampled.groups,
         sampled.advantages,
         sampled.valid,
-        max_tokens=setup.row_tokens(cfg),
+        max_tokens=cfg.train_row_tokens,
         max_groups=cfg.resolved_train_micro_batch_size,
         rows=updater.rows,
         keep_zero_advantages=cfg.rl.grpo_beta > 0,
