@@ -22,6 +22,9 @@ def plan(cfg: PlanConfig) -> dict[str, Any]:
     """Make the plan, print it, write it where the options say, and return it as JSON-able values. Raises BurnishError
     where it can not be made, and with status 1 where the run does not fit."""
     topology = parse_topology(cfg.topology, max(1, cfg.dcn_data_parallelism))
+    if topology.chip.platform == "gpu":
+        # Its compiler is fast as it is, and levels change what it does rather than how much.
+        cfg = cfg.model_copy(update={"exact": True})
     prepare(topology, cfg.exact)
     from burnish.plan import make, report, search
     from burnish.plan.programs import devices_of
