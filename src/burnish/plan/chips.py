@@ -144,8 +144,8 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
 
 
 def memory_share() -> float:
-    """The part of a GPU's memory that JAX takes when it starts and that programs share, by the environment variables
-    that it reads, in its order; they are taken to be the same where the run will be. Raises PlanError."""
+    """The part of a GPU's memory that JAX takes when it starts, by the environment variable (the second is its older
+    name) that is taken to be the same where the run will be. Raises PlanError."""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if text := os.environ.get(name):
             try:

@@ -37,13 +37,16 @@ class Assumptions:
     call_overhead: float = 1e-3
     """Seconds on the host for each call of a compiled program (a chunk of decode steps is one call)."""
 
+    @staticmethod
+    def of(chip: Chip) -> "Assumptions":
+        """What is assumed of such chips. A collective of GPUs is a kernel of its own on each of them, of TPUs a part of
+        the program."""
+        return Assumptions(collective_latency=15e-6) if chip.platform == "gpu" else Assumptions()
+
     def describe(self, workload: Workload, chip: Chip) -> list[str]:
         """One sentence each."""
-        links = "two links" if chip.links > 1 else "all links"
-        of_gpus = [
-            f"JAX takes {memory_share():.0%} of a GPU's memory and what is planned has to fit there "
-            "(XLA_CLIENT_MEM_FRACTION, in the environment of plan and run, says otherwise)",
-        ]  # fmt: skip
+        links = "all NVLinks of a GPU" if chip.platform == "gpu" else "two links"
+        limit = f"JAX takes {memory_share():.0%} of a GPU's memory, which has to do (XLA_CLIENT_MEM_FRACTION sets it)"
         return [
             f"every prompt has {workload.prompt_tokens} tokens and every completion {workload.completion_tokens} "
             "(prompt_tokens and completion_tokens say otherwise); all completions have an advantage other than 0",
@@ -53,8 +56,9 @@ class Assumptions:
             f"{self.collective_latency * 1e6:g} µs more; none is hidden behind computing",
             f"each call of a compiled program costs {self.call_overhead * 1e3:g} ms on the host",
             "experts are used evenly",
-            *(of_gpus if chip.platform == "gpu" else []),
-            "not counted: starting up, reading weights, compiling, checking answers, writing checkpoints",
+            *([limit] if chip.platform == "gpu" else []),
+            f"not counted: {'starting kernels, ' if chip.platform == 'gpu' else ''}starting up, reading weights, "
+            "compiling, checking answers, writing checkpoints",
         ]
 
 

@@ -8,7 +8,7 @@ import importlib.util
 
 import jax
 
-from burnish.plan.chips import Topology
+from burnish.plan.chips import CHIPS, Topology
 from burnish.plan.errors import PlanError
 
 _H100 = """
@@ -51,11 +51,11 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     if not any(map(_installed, ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"))):
         raise PlanError(
             "planning for GPUs needs JAX's CUDA plugin, which is not installed (and needs no GPU): "
-            "pip install 'burnish[cuda]', which exists for Linux only"
+            "pip install 'burnish[cuda]' or, for plans alone, 'jax[cuda13-local]', both for Linux only"
         )
     from jax.experimental.topologies import get_topology_desc
 
-    chip = topology.chip
+    chip = CHIPS[topology.chip.name]  # with all of its memory
     assert chip.memory_bandwidth is not None
     description = _DESCRIPTIONS[chip.name].format(memory=chip.memory, memory_bandwidth=int(chip.memory_bandwidth))
     try:

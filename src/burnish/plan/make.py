@@ -98,7 +98,7 @@ def make_plan(
         if stop_early and too_large(setting, programs):
             break
     moments = memory_moments(setting, programs)
-    assume = Assumptions()
+    assume = Assumptions.of(setting.topology.chip)
     w = setting.expected
     estimate = None
     if all(p.memory is not None for p in programs):
