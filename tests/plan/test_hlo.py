@@ -140,6 +140,64 @@ def test_what_the_tpu_compiler_writes():
         assert (c.axes, c.group, c.trips, c.size, c.sent) == (("fsdp",), 4, 32, whole, whole * 3 / 4)
 
 
+# As the GPU compiler writes them: pairs that start and end, several arrays together, operands before results, groups by
+# axes of a mesh, and the count of a loop noted beside it.
+GPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %y = f32[] parameter(1)
+  %x = f32[] parameter(0)
+  ROOT %add.1 = f32[] add(%x, %y)
+}
+
+%cond (p.1: (s32[], f32[64,64], f32[64,64])) -> pred[] {
+  %p.1 = (s32[], f32[64,64]{1,0}, f32[64,64]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %limit = s32[] constant(6)
+  ROOT %lt = pred[] fusion(%i.1, %limit), kind=kLoop, calls=%wrapped_compare
+}
+
+%body (p: (s32[], f32[64,64], f32[64,64])) -> (s32[], f32[64,64], f32[64,64]) {
+  %p = (s32[], f32[64,64]{1,0}, f32[64,64]{1,0}) parameter(0)
+  %x = f32[64,64]{1,0} get-tuple-element(%p), index=1
+  %y = f32[64,64]{1,0} get-tuple-element(%p), index=2
+  %gs = ((f32[64,64]{1,0}, f32[64,64]{1,0}), (f32[256,64]{1,0}, /*index=1*/f32[256,64]{1,0})) all-gather-start(%x, %y), channel_id=1, replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, dimensions={0}, use_global_device_ids=true, backend_config={"collective_backend_config":{"is_sync":false}}
+  %gd = (f32[256,64]{1,0}, f32[256,64]{1,0}) all-gather-done(%gs)
+  %a = f32[256,64]{1,0} get-tuple-element(%gd), index=0
+  %b = f32[256,64]{1,0} get-tuple-element(%gd), index=1
+  %ss = ((f32[256,64]{1,0}, f32[256,64]{1,0}), (f32[64,64]{1,0}, f32[64,64]{1,0})) reduce-scatter-start(%a, %b), channel_id=2, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add
+  %sd = (f32[64,64]{1,0}, f32[64,64]{1,0}) reduce-scatter-done(%ss)
+  %c = f32[64,64]{1,0} get-tuple-element(%sd), index=0
+  %rs = f32[64,64]{1,0} all-reduce-start(%c), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %rd = f32[64,64]{1,0} all-reduce-done(%rs)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %t = (s32[], f32[64,64]{1,0}, f32[64,64]{1,0}) tuple(%i, %rd, %y)
+}
+
+ENTRY %main (q: (s32[], f32[64,64], f32[64,64])) -> f32[64,64] {
+  %q = (s32[], f32[64,64]{1,0}, f32[64,64]{1,0}) parameter(0)
+  %w = (s32[], f32[64,64]{1,0}, f32[64,64]{1,0}) while(%q), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"6"},"known_init_step":{"init":"0","step":"1"}}
+  %z = f32[64,64]{1,0} get-tuple-element(%w), index=1
+  %ts = ((f32[64,64]{1,0}), f32[64,64]{1,0}) all-to-all-start(%z), channel_id=4, replica_groups=[4,2]<=[8], dimensions={0}
+  %td = f32[64,64]{1,0} all-to-all-done(%ts)
+  %ps = (f32[64,64]{1,0}, f32[64,64]{1,0}) collective-permute-start(%td), channel_id=5, source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}
+  ROOT %pd = f32[64,64]{1,0} collective-permute-done(%ps)
+}
+"""  # noqa: E501
+
+
+def test_what_the_gpu_compiler_writes():
+    found = hlo.collectives(GPU_TEXT, MESH)
+    one = 64 * 64 * 4
+    assert [(c.kind, c.axes, c.group, c.trips, c.size) for c in found] == [
+        ("all-gather", ("fsdp",), 4, 6, 2 * 4 * one),
+        ("reduce-scatter", ("fsdp",), 4, 6, 2 * 4 * one),
+        ("all-reduce", ("tensor",), 2, 6, one),
+        ("all-to-all", ("tensor",), 2, 1, one),
+        ("collective-permute", ("fsdp",), 2, 1, one),
+    ]
+
+
 def test_bytes_of_shapes():
     assert hlo.shape_bytes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/bf16[4]{0}, s32[], pred[5])") == [24, 8, 4, 5]
     assert hlo.shape_bytes("f8e4m3fn[10]") == [10]

@@ -49,12 +49,13 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "Say what a run would need and cost on a slice of TPUs, without one.",
+        "Say what a run would need and cost on TPUs or GPUs, without one.",
         "Compiles the very programs of train-rl for the devices in question and shows memory, exchange between chips, "
-        "and an estimate of time and price; the extra tpu brings the compiler.",
+        "and an estimate of time and price; the extras tpu and cuda bring the compilers.",
         (
             "burnish plan recipes/llama3.1-8b-v6e-8.yaml topology=v6e-8",
             "burnish plan recipes/gemma4-26b-v6e-32.yaml topology=v6e-32 price_per_chip_hour=2.7 json_file=plan.json",
+            "burnish plan recipes/llama3.1-8b-h100-8.yaml topology=h100-8",
             "burnish plan model_name=llama3.1-8b-Instruct topology=v6e:2x2 batch_size=16 rl.num_generations=8 "
             "search=true",
         ),

@@ -156,8 +156,8 @@ class PlanConfig(RunConfig):
 
     topology: str = option(
         ...,
-        "Devices to plan for: chip and number (v6e-8), chip and shape of a slice (v6e:4x8), or virtual devices of this "
-        "machine (cpu-8); with dcn_data_parallelism above 1, that many such slices",
+        "Devices to plan for: chip and number (v6e-8), chip and shape of a slice (v6e:4x8), GPUs of one node (h100-8), "
+        "or virtual devices of this machine (cpu-8); with dcn_data_parallelism above 1, that many such slices",
     )
     prompt_tokens: int | None = option(
         None,
@@ -178,7 +178,8 @@ class PlanConfig(RunConfig):
     )
     exact: bool = option(
         False,
-        "Compile as training does; false compiles several times faster, with temporaries up to a fifth smaller",
+        "Compile as training does; false compiles several times faster, with temporaries up to a fifth smaller; "
+        "for GPUs always true",
     )
     search: bool = option(
         False,

@@ -1,13 +1,15 @@
 """Accelerators that a run can be planned for: what each chip holds and does, and how slices of them are called.
 
 Peak rates are those of the vendors' public pages; usable memory is what the compiler itself allows a program on one
-device (it is less than the chip has). Nothing here imports JAX, and nothing was measured on a chip.
+device, of a GPU what JAX takes of it (both are less than there is). Nothing here imports JAX, and nothing was measured
+on a chip.
 """
 
 import difflib
 import math
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from burnish.plan.errors import PlanError
 
@@ -23,10 +25,11 @@ class Chip:
     memory: int | None  # bytes that a program may use; None: not known beforehand
     flops: float | None  # bfloat16 FLOP/s
     memory_bandwidth: float | None  # byte/s
-    link_bandwidth: float | None  # byte/s of one inter-chip link in one direction
+    link_bandwidth: float | None  # byte/s of one inter-chip link in one direction; of a GPU, of all its NVLinks
     shapes: dict[int, str]  # number behind the dash -> topology
     dimensions: int = 0  # of a topology
     devices: int = 1
+    links: int = 2  # that a collective uses: one axis of a torus in both directions
 
 
 _TORUS_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -44,13 +47,12 @@ CHIPS = {
     "v6e": Chip("v6e", "tpu", int(31.24 * GIB), 918e12, 1638e9, 800e9 / 8, _TORUS_2D, 2),
     # A tpu7x chip is two devices, each with half of everything.
     "tpu7x": Chip("tpu7x", "tpu", int(94.75 * GIB), 2307e12 / 2, 7380e9 / 2, 1200e9 / 12, {}, 3, devices=2),
+    # https://www.nvidia.com/en-us/data-center/h100/, the column of the SXM module, without sparsity. NVLink's 900 GB/s
+    # are both directions of a GPU's 18 links, through a switch: any exchange within a node may use all of them. Memory:
+    # what CUDA says that an "80 GB" module has; parse_topology leaves the part that JAX takes.
+    "h100": Chip("h100", "gpu", int(79.1 * GIB), 989e12, 3350e9, 450e9, {n: str(n) for n in (1, 2, 4, 8)}, 1, links=1),
     # Virtual devices of this machine: memory is shared with everything else and rates depend on the machine.
     "cpu": Chip("cpu", "cpu", None, None, None, None, {}),
-}
-
-_REFUSED = {
-    "h100": "planning for it needs NVIDIA's own compiler (the CUDA plugin of JAX, nvcc and a description of the target "
-    "device), which burnish does not drive yet",
 }
 
 
@@ -69,7 +71,9 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As the compiler calls one slice."""
+        """As the compiler of TPUs calls one slice, and as GPUs are asked for."""
+        if self.chip.platform == "gpu":
+            return f"{self.chip.name}-{self.num_devices}"
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
@@ -82,22 +86,22 @@ class Topology:
     def describe(self) -> str:
         if not self.shape:
             return f"{self.num_devices} virtual CPU devices"
+        if self.chip.platform == "gpu":
+            return f"{self.num_devices} {self.chip.name.upper()} GPU{'s' if self.num_devices > 1 else ''} of one node"
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         chips = self.num_chips // self.num_slices
         return f"{slices}{chips} {self.chip.name} chips ({'x'.join(map(str, self.shape))})"
 
 
 def parse_topology(text: str, num_slices: int = 1) -> Topology:
-    """`v6e-8`, `v6e:2x4` or `cpu-8` -> Topology of `num_slices` such slices. Raises PlanError."""
+    """`v6e-8`, `v6e:2x4`, `h100-8` or `cpu-8` -> Topology of `num_slices` such slices. Raises PlanError."""
     match = re.fullmatch(r"([a-z][a-z0-9]*?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
     if match is None:
         raise PlanError(
-            f"topology={text!r} is not one: write a chip and a number (v6e-8) or a shape (v6e:2x4), or cpu-8 for "
-            f"virtual devices; chips: {', '.join(CHIPS)}"
+            f"topology={text!r} is not one: write a chip and a number (v6e-8, h100-8) or a shape (v6e:2x4), or cpu-8 "
+            f"for virtual devices; chips: {', '.join(CHIPS)}"
         )
     name, count, shape = match.groups()
-    if name in _REFUSED:
-        raise PlanError(f"topology={text}: no plan for {name}: {_REFUSED[name]}; chips: {', '.join(CHIPS)}")
     if name not in CHIPS:
         near = difflib.get_close_matches(name, CHIPS, n=1, cutoff=0.3)
         raise PlanError(
@@ -109,6 +113,20 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
         if count is None or int(count) < 1:
             raise PlanError(f"topology={text}: virtual devices have no shape: write cpu-8 for eight of them")
         return Topology(chip, (), num_slices, int(count) * num_slices)
+    if chip.platform == "gpu":
+        if count is None or int(count) not in chip.shapes:
+            known = ", ".join(f"{name}-{n}" for n in chip.shapes)
+            raise PlanError(
+                f"topology={text}: GPUs are planned for within one node, where NVLink joins them: write one of {known}"
+            )
+        if num_slices > 1:
+            raise PlanError(
+                f"topology={text} with dcn_data_parallelism={num_slices}: GPUs are planned for within one node only, "
+                "because rates between nodes are not those of NVLink; leave out dcn_data_parallelism"
+            )
+        assert chip.memory is not None
+        chip = replace(chip, memory=int(memory_share() * chip.memory))
+        return Topology(chip, (int(count),), 1, int(count))
     if count is not None:
         if int(count) not in chip.shapes:
             known = ", ".join(f"{name}-{n} ({s})" for n, s in chip.shapes.items())
@@ -123,3 +141,20 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
         example = next(iter(chip.shapes.values()), "2x2x1")
         raise PlanError(f"topology={text}: a {name} slice has {chip.dimensions} sizes above 0, as in {name}:{example}")
     return Topology(chip, sizes, num_slices, math.prod(sizes) * chip.devices * num_slices)
+
+
+def memory_share() -> float:
+    """The part of a GPU's memory that JAX takes when it starts, by the environment variable (the second is its older
+    name) that is taken to be the same where the run will be. Raises PlanError."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if text := os.environ.get(name):
+            try:
+                share = float(text)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise PlanError(
+                    f"{name}={text} (environment) is no share of a GPU's memory: write one above 0, at most 1"
+                )
+            return share
+    return 0.75

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from burnish.models.spec import ModelSpec
 from burnish.plan import counts
-from burnish.plan.chips import Topology
+from burnish.plan.chips import Chip, Topology, memory_share
 from burnish.plan.hlo import Collective
 from burnish.plan.workload import Workload
 
@@ -28,7 +28,8 @@ class Assumptions:
     """Of the memory bandwidth."""
 
     link_share: float = 0.8
-    """Of two links' one-way bandwidth: one axis of the mesh in both directions, no wrap-around."""
+    """Of the one-way bandwidth of the links that a collective uses: two of a torus (one axis in both directions, no
+    wrap-around), all of a GPU."""
 
     collective_latency: float = 5e-6
     """Seconds that every collective takes besides its bytes."""
@@ -36,18 +37,28 @@ class Assumptions:
     call_overhead: float = 1e-3
     """Seconds on the host for each call of a compiled program (a chunk of decode steps is one call)."""
 
-    def describe(self, workload: Workload) -> list[str]:
+    @staticmethod
+    def of(chip: Chip) -> "Assumptions":
+        """What is assumed of such chips. A collective of GPUs is a kernel of its own on each of them, of TPUs a part of
+        the program."""
+        return Assumptions(collective_latency=15e-6) if chip.platform == "gpu" else Assumptions()
+
+    def describe(self, workload: Workload, chip: Chip) -> list[str]:
         """One sentence each."""
+        links = "all NVLinks of a GPU" if chip.platform == "gpu" else "two links"
+        limit = f"JAX takes {memory_share():.0%} of a GPU's memory, which has to do (XLA_CLIENT_MEM_FRACTION sets it)"
         return [
             f"every prompt has {workload.prompt_tokens} tokens and every completion {workload.completion_tokens} "
             "(prompt_tokens and completion_tokens say otherwise); all completions have an advantage other than 0",
             f"matrix products of training and prefill run at {self.matrix_share:.0%} of the peak rate, memory is read "
             f"at {self.memory_share:.0%} of its bandwidth",
-            f"a collective uses two links at {self.link_share:.0%} of their one-way bandwidth and takes "
+            f"a collective uses {links} at {self.link_share:.0%} of their one-way bandwidth and takes "
             f"{self.collective_latency * 1e6:g} µs more; none is hidden behind computing",
             f"each call of a compiled program costs {self.call_overhead * 1e3:g} ms on the host",
             "experts are used evenly",
-            "not counted: starting up, reading weights, compiling, checking answers, writing checkpoints",
+            *([limit] if chip.platform == "gpu" else []),
+            f"not counted: {'starting kernels, ' if chip.platform == 'gpu' else ''}starting up, reading weights, "
+            "compiling, checking answers, writing checkpoints",
         ]
 
 
@@ -267,7 +278,7 @@ class _Clock:
         assert chip.memory_bandwidth is not None
         assert chip.link_bandwidth is not None
         computing, reading = flops / chip.flops, read / chip.memory_bandwidth
-        sending = traffic.sent / (2 * chip.link_bandwidth)
+        sending = traffic.sent / (chip.links * chip.link_bandwidth)
         likely_computing = computing / (a.matrix_share if matrices else 1.0)
         likely_reading = reading / a.memory_share
         waiting = traffic.count * a.collective_latency + calls * a.call_overhead

@@ -2,7 +2,8 @@
 
 The compiler's own cost analysis counts the body of a loop once; here a collective counts as often as the loops around
 it turn. On TPU a reduce-scatter has no instruction of that name: it is an all-reduce inside a fusion that keeps one
-part. Which mesh axis a collective runs along follows from its groups of devices. Nothing here imports JAX.
+part. On GPU every collective is a pair that starts and ends it, often of several arrays together. Which mesh axis a
+collective runs along follows from its groups of devices. Nothing here imports JAX.
 """
 
 import itertools
@@ -103,6 +104,22 @@ def shape_bytes(shape: str) -> list[int]:
     ]
 
 
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple's shape, "((f32[2], s32[]), f32[4]{0})" -> ["(f32[2], s32[])", "f32[4]{0}"]; an array's
+    shape is its only one."""
+    shape = shape.strip()
+    if not shape.startswith("("):
+        return [shape]
+    elements, depth, start = [], 0, 1
+    for place, char in enumerate(shape):
+        if (char in ")]}" and (depth := depth - 1) == 0) or (char == "," and depth == 1):
+            elements.append(shape[start:place].strip())
+            start = place + 1
+        elif char in "([{":
+            depth += 1
+    return elements
+
+
 def _trip_count(module: _Module, instruction: _Instruction, condition: str, body: str) -> int | None:
     """How often a loop turns: what the compiler notes, or else what follows from the constant that a counter from 0 is
     compared with and the one that is added to it."""
@@ -179,12 +196,11 @@ def _called(line: str) -> Iterator[str]:
 
 
 def _collective(kind: str, i: _Instruction, computation: str, mesh: Mapping[str, int], trips: float) -> Collective:
-    parts = shape_bytes(i.shape)
-    if i.opcode.endswith("-start") and kind in ("all-gather", "collective-permute", "reduce-scatter"):
-        # The result also names the operand, and sometimes counters.
-        size = max(parts, default=0)
-    else:
-        size = sum(parts)
+    shape, started = i.shape, i.opcode.endswith("-start")
+    if started and kind != "all-reduce" and len(parts := _elements(shape)) > 1:
+        # What starts one has operands, results and sometimes counters; one may exchange several arrays at a time.
+        shape = parts[0] if kind == "reduce-scatter" else parts[1]
+    size = sum(shape_bytes(shape))
     if kind == "collective-permute":
         axes = permute_axes(i.line, tuple(mesh.items()))
         group = 2
@@ -192,7 +208,7 @@ def _collective(kind: str, i: _Instruction, computation: str, mesh: Mapping[str,
         groups = replica_groups(i.line, math.prod(mesh.values()))
         axes = axes_of(groups, tuple(mesh.items()))
         group = len(groups[0]) if groups else 0
-    if kind == "reduce-scatter" and not i.opcode.endswith("-start"):
+    if kind == "reduce-scatter" and not started:
         size *= max(group, 1)
     if kind == "all-reduce" and "all-reduce-scatter" in computation:
         kind = "reduce-scatter"

@@ -98,7 +98,7 @@ def make_plan(
         if stop_early and too_large(setting, programs):
             break
     moments = memory_moments(setting, programs)
-    assume = Assumptions()
+    assume = Assumptions.of(setting.topology.chip)
     w = setting.expected
     estimate = None
     if all(p.memory is not None for p in programs):
@@ -125,7 +125,7 @@ def make_plan(
         programs=tuple(programs),
         moments=tuple(moments),
         estimate=estimate,
-        assumptions=tuple(assume.describe(w)) if estimate else (),
+        assumptions=tuple(assume.describe(w, setting.topology.chip)) if estimate else (),
         chip_hours=hours,
         price=None if hours is None else estimates.price(hours, cfg.price_per_chip_hour),
         seconds=time.perf_counter() - start,

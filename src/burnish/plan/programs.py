@@ -20,6 +20,7 @@ from burnish.models.params import ParamInfo, Params, layer_infos, layer_place, p
 from burnish.models.spec import ModelSpec
 from burnish.parallel import rules, transfer
 from burnish.parallel.mesh import on
+from burnish.plan import gpu
 from burnish.plan.chips import Topology
 from burnish.plan.hlo import collectives
 from burnish.plan.result import Memory, Program, Side
@@ -46,6 +47,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.num_devices}"
             )
         return devices[: topology.num_devices]
+    if topology.chip.platform == "gpu":
+        return gpu.devices_of(topology)
     from jax.experimental.topologies import get_topology_desc
 
     try:
