@@ -126,6 +126,39 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_saved(start):
     assert tiny_runs.metrics(run)[-1]["step"] == steps[-1]
 
 
+SLOW_REWARD = """\
+import os
+import time
+
+def slow(completions, **kwargs):
+    if len(completions) == 4:  # a process's half of a training batch; the probe has more
+        open(os.environ["WAITING"] + str(os.getppid()), "w").close()
+        time.sleep(3600)
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_rewards_are_waited_for_stops_all_at_once(start, monkeypatch):
+    """The process that is told waits for its reward function, and so does the other."""
+    rewards = start.base / "rewards.py"
+    rewards.write_text(SLOW_REWARD)
+    monkeypatch.setenv("WAITING", str(start.base / "waiting-"))
+    options = (f"reward_functions_path={rewards}", "reward_functions=slow", "math_verify_timeout=3600")
+    with start("waits", 2, 1, *options) as running:
+        waiting = [start.base / f"waiting-{process.pid}" for process in running.processes]
+        end = time.monotonic() + WAIT
+        while not all(file.exists() for file in waiting):
+            assert time.monotonic() < end, running.log(0) + running.log(1)
+            assert all(p.poll() is None for p in running.processes), running.log(0) + running.log(1)
+            time.sleep(0.05)
+        os.kill(running.processes[1].pid, signal.SIGTERM)
+        assert running.wait(HEARTBEAT_SECONDS) == [75, 75]
+        said = [running.log(i).splitlines()[-1] for i in range(2)]
+    assert "SIGTERM before the first step was done" in said[1]
+    assert "a signal to another process before the first step was done" in said[0]
+
+
 @pytest.mark.slow
 def test_eight_processes_give_what_one_gives(start, one):
     finish(start("eight", 8, 4, "ici_data_parallelism=8"))
