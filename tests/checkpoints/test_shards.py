@@ -1,5 +1,5 @@
-"""A process reads of a checkpoint the rows that its devices hold, and they are the right ones: of Hugging Face's layout,
-and of MaxText's with chunks of single tensors and with chunks that span all layers."""
+"""A process reads of a checkpoint the rows that its devices hold, and they are the right ones; Hugging Face's layout
+and MaxText's, there with chunks of single tensors and with chunks that span all layers."""
 
 import jax
 import numpy as np
