@@ -229,8 +229,7 @@ class MaxTextSource:
 
     def _cuts(self, leaf: Leaf, tensor: str, unit: int) -> Iterator[tuple[int, int]]:
         if self._rows is not None:
-            yield self.wanted(tensor)
-            return
+            return iter([self.wanted(tensor)])
         shape = leaf.item.hf_shape
         row_bytes = math.prod(shape[1:]) * self._arrays[leaf.name].dtype.itemsize
         return pieces(shape[0], min(unit, shape[0]), row_bytes)
@@ -252,7 +251,7 @@ class MaxTextSource:
                     ]
 
                 def part(parts: list[np.ndarray], tensor: str = member.tensor, start: int = start) -> Piece:
-                    return _piece(group, parts, tensor, start) if parts else self._nothing(tensor)
+                    return _piece(group, parts, tensor, start) if parts else self._nothing(tensor, parts)
 
                 row_bytes = self.tensors[member.tensor].row_bytes
                 yield Work(3 * (stop - start) * row_bytes, read, [part])
@@ -262,7 +261,7 @@ class MaxTextSource:
         members = group[0].members
         wanted = [(member.index, rows) for member in members if (rows := self.wanted(member.tensor))[0] < rows[1]]
         if not wanted:
-            return Work(0, list, [lambda _, tensor=member.tensor: self._nothing(tensor) for member in members])
+            return Work(0, list, [partial(self._nothing, member.tensor) for member in members])
         indices = np.array([index for index, _ in wanted])
         low, high = indices.min(axis=0), indices.max(axis=0) + 1
         first, last = min(start for _, (start, _) in wanted), max(stop for _, (_, stop) in wanted)
@@ -283,7 +282,7 @@ class MaxTextSource:
                     stop: int = stop,
                 ) -> Piece:
                     if start == stop:
-                        return self._nothing(member.tensor)
+                        return self._nothing(member.tensor, arrays)
                     index = [i - by for i, by in zip(member.index, low, strict=True)]
                     regions = [
                         a[region(leaf, index, start - first, stop - first)]
@@ -296,8 +295,8 @@ class MaxTextSource:
         nbytes = int(share * sum(self._arrays[leaf.name].nbytes for leaf in group))
         return Work(nbytes + min(nbytes, WORKING_BYTES // 2), read, parts)
 
-    def _nothing(self, tensor: str) -> Piece:
-        """The piece of a tensor of which no row is wanted."""
+    def _nothing(self, tensor: str, _: list[np.ndarray]) -> Piece:
+        """The piece of a tensor of which no row is wanted, whatever was read."""
         described = self.tensors[tensor]
         return Piece(tensor, 0, np.empty((0, *described.shape[1:]), DTYPES[described.dtype]))
 
