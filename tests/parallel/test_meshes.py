@@ -76,8 +76,8 @@ def test_three_steps_are_those_of_one_device(found, name):
 )
 def test_three_steps_of_adafactor_are_as_near_to_float64_as_those_of_one_device(found, name):
     """Adafactor divides a gradient by the root of its own mean square, without Adam's eps: where the gradient nearly
-    vanishes, rounding decides about its size, on one device as on many. What is the same is the distance to the truth,
-    which a sum over a part of the devices, or in low precision, would change a hundredfold."""
+    vanishes, rounding decides about its size, on one device as on many. What is the same is the distance to the truth;
+    a mean over a part of the devices, or in low precision, would make it many times larger."""
     run, alone = found[f"{name}/adafactor"], found[f"{name.split('/')[0]}/one/adafactor"]
     for step, reference in zip(run["metrics"], run["reference"], strict=True):
         assert step == pytest.approx(reference, rel=SMALL)
