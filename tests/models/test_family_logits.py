@@ -213,12 +213,13 @@ def test_experts_equal_a_loop_over_tokens(load):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_every_second_layer", "gemma4_experts"])
-def test_load_counts_every_choice_of_every_token_but_padding(name, load):
+def test_load_counts_every_choice_of_the_tokens_that_count(name, load):
     spec, params = load(name)
     x = probe_tokens(family_config(name), 20)
     segments = np.ones((1, 20), np.int32)
     segments[0, 13:] = 0
-    _, load_ = forward_with_load(spec, params, jnp.asarray(x), jnp.arange(20)[None], jnp.asarray(segments))
+    rows = (jnp.asarray(x), jnp.arange(20)[None], jnp.asarray(segments), None)
+    _, load_ = forward_with_load(spec, params, *rows, jnp.asarray(segments != 0))
     layers = sum(spec.at(i).experts is not None for i in range(spec.num_layers))
     assert load_.tokens.shape == (layers, 8)
     assert np.allclose(load_.tokens.sum(-1), 13 * spec.experts.num_active)

@@ -1,6 +1,7 @@
 """Runs of several processes, for real on this machine: the same as a run of one; what becomes of them when one is
 killed or told to end."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,14 @@ import tiny_runs
 from processes_of_a_run import HEARTBEAT_SECONDS, Processes
 
 from burnish.checkpoints.store import TrainingStore
+from burnish.config.overrides import load_config
+from burnish.config.schema import EvalConfig, GenerateConfig, SFTConfig
 from burnish.observe.rollouts import read_rollouts
 from burnish.parallel.distributed import find_cluster
 from burnish.parallel.errors import ProcessError
+from burnish.rl.evaluate_command import evaluate
+from burnish.rl.generate_command import generate
+from burnish.rl.sft import sft
 
 STEPS = 2
 WAIT = 500  # seconds; on two cores that other tests use as well
@@ -124,6 +130,80 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_saved(start):
     steps = TrainingStore(run / "checkpoints" / "actor", keep=2).steps()
     assert all(f"step {steps[-1]} is saved" in line for line in said), said
     assert tiny_runs.metrics(run)[-1]["step"] == steps[-1]
+
+
+SLOW_REWARD = """\
+import os
+import time
+
+def slow(completions, **kwargs):
+    if len(completions) == 4:  # a process's half of a training batch; the probe has more
+        open(os.environ["WAITING"] + str(os.getppid()), "w").close()
+        time.sleep(3600)
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_rewards_are_waited_for_stops_all_at_once(start, monkeypatch):
+    """The process that is told waits for its reward function, and so does the other."""
+    rewards = start.base / "rewards.py"
+    rewards.write_text(SLOW_REWARD)
+    monkeypatch.setenv("WAITING", str(start.base / "waiting-"))
+    options = (f"reward_functions_path={rewards}", "reward_functions=slow", "math_verify_timeout=3600")
+    with start("waits", 2, 1, *options) as running:
+        waiting = [start.base / f"waiting-{process.pid}" for process in running.processes]
+        end = time.monotonic() + WAIT
+        while not all(file.exists() for file in waiting):
+            assert time.monotonic() < end, running.log(0) + running.log(1)
+            assert all(p.poll() is None for p in running.processes), running.log(0) + running.log(1)
+            time.sleep(0.05)
+        os.kill(running.processes[1].pid, signal.SIGTERM)
+        assert running.wait(HEARTBEAT_SECONDS) == [75, 75]
+        said = [running.log(i).splitlines()[-1] for i in range(2)]
+    assert "SIGTERM before the first step was done" in said[1]
+    assert "a signal to another process before the first step was done" in said[0]
+
+
+@pytest.mark.slow
+def test_fine_tuning_evaluation_and_generation_with_two_processes_give_what_one_gives(tmp_path, capsys):
+    """The embedded model; the one process is this one, with one device."""
+    lengths = ("dtype=float32", "max_prefill_predict_length=72", "max_target_length=104")
+    model = ("load_parameters_path=builtin", *lengths)
+
+    def two(*command):
+        return finish(Processes([*command], tmp_path / f"logs-{command[0]}", 2, 4))
+
+    def sft_options(name):
+        sizes = ("batch_size=8", "num_batches=2", "num_test_batches=1", "remat_policy=none", "adam_eps=0.01")
+        return [*model, "dataset_name=builtin", *sizes, f"base_output_directory={tmp_path}", f"run_name={name}"]
+
+    one = sft(load_config(SFTConfig, sft_options("one")))
+    logs = two("sft", *sft_options("two"), "ici_data_parallelism=2")
+    assert " 2/2 " in logs[0]
+    assert " 2/2 " not in logs[1]
+    for a, b in zip(tiny_runs.metrics(tmp_path / "two"), tiny_runs.metrics(tmp_path / "one"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["loss_after"] < summary["loss_before"]
+    for name in ("loss_before", "loss_after"):
+        assert summary[name] == pytest.approx(one[name], rel=1e-5)
+
+    trained = f"load_parameters_path={tmp_path}/two/checkpoints/actor/2/model_params"
+    options = [trained, *lengths, "dataset_name=builtin", "num_test_batches=1", "eval_batch_size=8"]
+    options += ["num_eval_passes=2", "eval_sampling_strategy=liberal"]
+    logs = two("evaluate", *options)
+    capsys.readouterr()
+    figures = evaluate(load_config(EvalConfig, options))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "corr=" in line]
+    assert 0 < figures["corr"] < 8
+    assert line in logs[0]
+    assert "corr=" not in logs[1]
+
+    options = [trained, *lengths, "num_completions=4", "prompt=Tom has 3 apples and buys 4 more. How many are there?"]
+    two("generate", *options, f"output_file={tmp_path}/two.jsonl")
+    generate(load_config(GenerateConfig, [*options, f"output_file={tmp_path}/one.jsonl"]))
+    assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
 
 
 @pytest.mark.slow

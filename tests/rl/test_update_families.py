@@ -49,7 +49,9 @@ def test_any_packing_gives_the_logprobs_and_the_update_of_single_rows(spec):
         _, step_metrics, _ = updater.step(updater.init(jax.tree.map(np.array, params)), packed)
         metrics.append({k: float(v) for k, v in step_metrics.items()})
     assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
-    if spec.experts is not None:
+    if spec.experts is not None:  # prompts are read once or several times
+        for name in ("experts/load_max", "experts/idle", "experts/router_entropy"):
+            assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-5), name
         assert 1 < metrics[0]["experts/load_max"] <= 6 / 2
         assert 0 <= metrics[0]["experts/idle"] < 1
         assert 0 < metrics[0]["experts/router_entropy"] <= np.log(6)

@@ -121,8 +121,8 @@ def rows_per_chunk(leaf: Leaf, chunks: Sequence[int]) -> int:
     return extent * leaf.item.rows_per_index
 
 
-def region(leaf: Leaf, index: Sequence[int], start: int, stop: int) -> tuple[int | slice, ...]:
-    """The part of a leaf that holds rows [start, stop) of one tensor."""
+def region(leaf: Leaf, index: Sequence[int | slice], start: int, stop: int) -> tuple[int | slice, ...]:
+    """The part of a leaf that holds rows [start, stop) of one tensor, or of those in a range on each stacked axis."""
     unit = leaf.item.rows_per_index
     where: list[int | slice] = [slice(None)] * len(leaf.shape)
     for axis, i in zip(leaf.stacked, index, strict=True):

@@ -294,10 +294,12 @@ def load_maxtext(
     shardings: Params | None = None,
 ) -> Params:
     """The parameter tree in `dtype` of a MaxText checkpoint that `config` (its config.json) describes: jax arrays where
-    there is a tree of `shardings`, else NumPy arrays. Raises CheckpointError naming the leaf that does not fit."""
+    there is a tree of `shardings`, of which only what this process's devices hold is read; else NumPy arrays. Raises
+    CheckpointError naming the leaf that does not fit."""
     checkpoint = open_maxtext(path)
-    source = MaxTextSource(checkpoint, check_leaves(checkpoint, family_of(config)))
     sink = Shards(spec_from_hf(config), dtype, shardings)
-    total = sum(t.nbytes for t in source.tensors.values())
+    source = MaxTextSource(checkpoint, check_leaves(checkpoint, family_of(config)), sink.rows)
+    wanted = [(tensor.row_bytes, *source.wanted(name)) for name, tensor in source.tensors.items()]
+    total = sum(row_bytes * (stop - start) for row_bytes, start, stop in wanted)
     transfer(source, sink, counted(total, on_progress or (lambda done, of: None)))
     return sink.finish()

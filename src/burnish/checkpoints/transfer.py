@@ -199,8 +199,16 @@ def _uses(found: Sequence[Leaf]) -> dict[str, list[_Use]]:
 class MaxTextSource:
     """An opened MaxText checkpoint whose leaves were compared with config.json."""
 
-    def __init__(self, checkpoint: MaxTextCheckpoint, found: Sequence[Leaf]) -> None:
+    def __init__(
+        self,
+        checkpoint: MaxTextCheckpoint,
+        found: Sequence[Leaf],
+        rows: Callable[[str], tuple[int, int]] | None = None,
+    ) -> None:
+        """`rows(tensor)` are the rows that are wanted: only chunks that hold some of them are read, and each tensor
+        comes in one piece, which may be empty. None: all rows of all tensors."""
         self.checkpoint = checkpoint
+        self._rows = rows
         self._leaves = list(found)
         self._arrays = {leaf.name: checkpoint.array(leaf.name) for leaf in found}
         self._uses = _uses(found)
@@ -239,7 +247,17 @@ class MaxTextSource:
     def _by_member(self, group: Sequence[Leaf]) -> bool:
         return all(reads_by_member(leaf, self._arrays[leaf.name].chunks) for leaf in group)
 
+    def wanted(self, tensor: str) -> tuple[int, int]:
+        """The rows of a tensor that are read: those asked for, in whole indices of the leaf."""
+        if self._rows is None:
+            return 0, self.tensors[tensor].shape[0]
+        start, stop = self._rows(tensor)
+        unit = math.lcm(*(use.leaf.item.rows_per_index for use in self._uses[tensor]))
+        return start // unit * unit, -(-stop // unit) * unit
+
     def _cuts(self, leaf: Leaf, tensor: str, unit: int) -> Iterator[tuple[int, int]]:
+        if self._rows is not None:
+            return iter([self.wanted(tensor)])
         shape = leaf.item.hf_shape
         row_bytes = math.prod(shape[1:]) * self._arrays[leaf.name].dtype.itemsize
         return pieces(shape[0], min(unit, shape[0]), row_bytes)
@@ -253,23 +271,36 @@ class MaxTextSource:
                 def read(
                     index: tuple[int, ...] = member.index, start: int = start, stop: int = stop
                 ) -> list[np.ndarray]:
+                    if start == stop:
+                        return []
                     return [
                         self.checkpoint.reader.read(self.checkpoint.stored[leaf.name], region(leaf, index, start, stop))
                         for leaf in group
                     ]
 
                 def part(parts: list[np.ndarray], tensor: str = member.tensor, start: int = start) -> Piece:
-                    return _piece(group, parts, tensor, start)
+                    return _piece(group, parts, tensor, start) if parts else self._nothing(tensor, parts)
 
                 row_bytes = self.tensors[member.tensor].row_bytes
                 yield Work(3 * (stop - start) * row_bytes, read, [part])
 
     def _work_of_whole(self, group: Sequence[Leaf], sink: Sink) -> Work:
+        """Chunks of these leaves span several tensors: the box around all that is wanted of them is read at once."""
+        members = group[0].members
+        wanted = [(member.index, rows) for member in members if (rows := self.wanted(member.tensor))[0] < rows[1]]
+        if not wanted:
+            return Work(0, list, [partial(self._nothing, member.tensor) for member in members])
+        indices = np.array([index for index, _ in wanted])
+        low, high = indices.min(axis=0), indices.max(axis=0) + 1
+        first, last = min(start for _, (start, _) in wanted), max(stop for _, (_, stop) in wanted)
+        box = [slice(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+
         def read() -> list[np.ndarray]:
-            return [self.checkpoint.reader.read(self.checkpoint.stored[leaf.name]) for leaf in group]
+            reader, stored = self.checkpoint.reader, self.checkpoint.stored
+            return [reader.read(stored[leaf.name], region(leaf, box, first, last)) for leaf in group]
 
         parts = []
-        for member in group[0].members:
+        for member in members:
             for start, stop in self._cuts(group[0], member.tensor, self._whole_unit(group[0], member.tensor, sink)):
 
                 def part(
@@ -278,14 +309,24 @@ class MaxTextSource:
                     start: int = start,
                     stop: int = stop,
                 ) -> Piece:
+                    if start == stop:
+                        return self._nothing(member.tensor, arrays)
+                    index = [i - by for i, by in zip(member.index, low, strict=True)]
                     regions = [
-                        a[region(leaf, member.index, start, stop)] for leaf, a in zip(group, arrays, strict=True)
+                        a[region(leaf, index, start - first, stop - first)]
+                        for leaf, a in zip(group, arrays, strict=True)
                     ]
                     return _piece(group, regions, member.tensor, start)
 
                 parts.append(part)
-        nbytes = sum(self._arrays[leaf.name].nbytes for leaf in group)
+        share = math.prod(high - low) * (last - first) / (len(members) * group[0].item.hf_shape[0])
+        nbytes = int(share * sum(self._arrays[leaf.name].nbytes for leaf in group))
         return Work(nbytes + min(nbytes, WORKING_BYTES // 2), read, parts)
+
+    def _nothing(self, tensor: str, _: list[np.ndarray]) -> Piece:
+        """The piece of a tensor of which no row is wanted, whatever was read."""
+        described = self.tensors[tensor]
+        return Piece(tensor, 0, np.empty((0, *described.shape[1:]), DTYPES[described.dtype]))
 
     def _whole_unit(self, leaf: Leaf, tensor: str, sink: Sink) -> int:
         return math.lcm(leaf.item.rows_per_index, sink.unit(tensor))

@@ -228,7 +228,8 @@ def forward(
     padding, right padding and packing are all this one rule. Returns (B, T, D) in `dtype`; values at
     padding are finite and meaningless. `remat` wraps the layer function (jax.checkpoint or the identity).
     """
-    return forward_with_load(spec, params, tokens, positions, segments, branches, dtype=dtype, remat=remat)[0]
+    counts = segments != 0
+    return forward_with_load(spec, params, tokens, positions, segments, branches, counts, dtype=dtype, remat=remat)[0]
 
 
 def forward_with_load(
@@ -237,15 +238,16 @@ def forward_with_load(
     tokens: jax.Array,
     positions: jax.Array,
     segments: jax.Array,
-    branches: jax.Array | None = None,
+    branches: jax.Array | None,
+    counts: jax.Array,
     *,
     dtype: Any = jnp.float32,
     remat: Callable[[Callable], Callable] = lambda f: f,
 ) -> tuple[jax.Array, Load | None]:
-    """`forward`, and how the routers of all layers with experts spread the tokens that are no padding."""
+    """`forward`, and how the routers of all layers with experts spread the tokens where `counts` (B, T) is True."""
     branches = jnp.zeros_like(segments) if branches is None else branches
     tokens, positions, segments, branches = map(split, (tokens, positions, segments, branches))
-    counts = (segments != 0).reshape(-1)
+    counts = split(counts).reshape(-1)
     size = len(spec.pattern)
     kinds = [spec.at(i) for i in range(size)]
     tables = ropes(spec, positions)

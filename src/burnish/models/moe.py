@@ -118,7 +118,7 @@ def load_metrics(spec: ModelSpec, load: Load) -> dict[str, jax.Array]:
 
 
 def load_of(spec: ModelSpec, routing: Routing, counts: jax.Array) -> Load:
-    """The Load (without the layer axis) of one layer; counts (T,) bool, False at padding."""
+    """The Load (without the layer axis) of one layer; counts (T,) bool, True at the tokens that are counted."""
     assert spec.experts is not None
     weight = jnp.broadcast_to(counts[:, None], routing.experts.shape).astype(jnp.float32)
     tokens = jnp.zeros(spec.experts.num_experts, jnp.float32).at[routing.experts].add(weight)

@@ -82,11 +82,14 @@ METRICS: dict[str, Metric] = {
     ),
     "off_policy/truncated": Metric("share", "Tokens whose importance weight was cut to rl.importance_weight_cap."),
     "experts/load_max": Metric(
-        "1", "Tokens of the busiest expert of any layer, in multiples of an even share (mixtures of experts only)."
+        "1",
+        "Completion tokens of the busiest expert of any layer, in multiples of an even share (mixtures of experts "
+        "only). Prompts do not count here and in the two below: how often one is read depends on how rows are filled.",
     ),
-    "experts/idle": Metric("share", "Experts, over all layers, that got no token of the update."),
+    "experts/idle": Metric("share", "Experts, over all layers, that got no completion token of the update."),
     "experts/router_entropy": Metric(
-        "nats", "How evenly the router spreads a token's probability, mean over layers; log of the experts is even."
+        "nats",
+        "How evenly the router spreads a completion token's probability, mean over layers; log of the experts is even.",
     ),
     "zero_advantage_groups": Metric(
         "share",

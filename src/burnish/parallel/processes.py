@@ -5,7 +5,9 @@ process they cost nothing.
 """
 
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +17,8 @@ from jax.experimental import multihost_utils
 from burnish.parallel.errors import ProcessError
 
 T = TypeVar("T")
+
+_WAIT = 0.5  # seconds between two questions whether all have ended
 
 
 def is_first() -> bool:
@@ -56,6 +60,35 @@ def together(call: Callable[[], T]) -> T:
         if text is not None:
             raise ProcessError(f"process {process}: {text}")
     return result
+
+
+class GivenUp(Exception):
+    """Raised inside a call that nobody waits for any more."""
+
+
+def together_while(call: Callable[[Callable[[], None] | None], T], check: Callable[[], None] | None) -> T:
+    """`call(on_wait)` in every process, as `together` does it, while all of them ask `check` again and again, at the
+    same points, until the last has ended. What `check` raises in all of them ends the calls: on_wait, which they are to
+    call at least twice a second, raises then. On one process on_wait is `check` itself."""
+    if jax.process_count() == 1:
+        return call(check)
+    given_up = threading.Event()
+
+    def on_wait() -> None:
+        if given_up.is_set():
+            raise GivenUp
+
+    # The call has a thread of its own, because exchange between processes must be in the same order in all.
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(call, on_wait)
+        try:
+            while any_of(not wait([running], _WAIT).done):
+                if check is not None:
+                    check()
+        except BaseException:
+            given_up.set()
+            raise
+    return together(running.result)
 
 
 def by_first(call: Callable[[], Any]) -> None:

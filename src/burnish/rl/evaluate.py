@@ -33,23 +33,24 @@ def evaluate_prompts(
     mode: EvalMode,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
-    on_wait: Callable[[], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Evaluation:
     """K = `num_passes` completions of every prompt with the weights that the engine holds. Every prompt counts.
-    `on_progress` is the engine's, `on_wait` the reward stack's."""
+    `on_progress` is the engine's, `check` is that of `score_groups`."""
     seeds = completion_seeds(seed, "evaluation", 0, prompts, num_passes)
     groups = engine.generate(prompts, seeds, sampling, on_progress)
-    scores = score_groups(stack, groups, on_wait)
+    scores = score_groups(stack, groups, check)
     return Evaluation(evaluation_stats(scores, mode), groups, scores)
 
 
 def score_groups(
-    stack: RewardStack, groups: Sequence[Group], on_wait: Callable[[], None] | None = None
+    stack: RewardStack, groups: Sequence[Group], check: Callable[[], None] | None = None
 ) -> list[list[Score]]:
     """One Score per completion, in the shape of the groups. Each process scores its share of the groups; all of them
-    get every score."""
+    get every score. `check` is called by all of them again and again while one is still scoring, and ends all
+    scoring by raising."""
     own = groups[jax.process_index() :: jax.process_count()]
-    shares = processes.gather(processes.together(lambda: _score_own(stack, own, on_wait)))
+    shares = processes.gather(processes.together_while(lambda on_wait: _score_own(stack, own, on_wait), check))
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(groups))]
 
 

@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -110,11 +110,6 @@ class Run:
         processes at the same point."""
         if processes.any_of(self.stop.requested):
             raise Stopped
-
-    @property
-    def check_while_waiting(self) -> Callable[[], None] | None:
-        """`check_stop` for a wait that processes do not share. With several of them there is none: the wait ends."""
-        return self.check_stop if jax.process_count() == 1 else None
 
     def restore(self, model: ModelSource, updater: Updater) -> Restored | None:
         """The newest checkpoint of a resumed run; None for a new one, and where nothing was saved yet. Raises

@@ -126,9 +126,7 @@ def _run_training(cfg: RunConfig) -> Outcome:
         for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
         try:
-            lines: list[str] = []
-            prompts = _probe_prompts(pipeline, eval_prompts)
-            processes.by_first(lambda: lines.extend(probe(stack, prompts, run.check_while_waiting).lines()))
+            lines = _probe(run, stack, _probe_prompts(pipeline, eval_prompts))
         except Stopped:
             raise run.end_for_restart((run.latest_step() or 0) if cfg.resume else 0) from None
         for line in lines:
@@ -159,6 +157,15 @@ def _run_training(cfg: RunConfig) -> Outcome:
         del initial
         parts = Parts(cfg, model, engine, stack, updater, reference)
         return _run(run, parts, pipeline, eval_prompts, state, extra, start)
+
+
+def _probe(run: Run, stack: RewardStack, prompts: Sequence[Prompt]) -> list[str]:
+    """What the first process finds out about the rewards."""
+
+    def call(on_wait: Callable[[], None] | None) -> list[str]:
+        return probe(stack, prompts, on_wait).lines() if processes.is_first() else []
+
+    return processes.together_while(call, run.check_stop)
 
 
 def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -350,7 +357,7 @@ def _sample(parts: Parts, step: int, prompts: Sequence[Prompt], on_progress: Cal
 
 def _score(run: Run, parts: Parts, groups: list[Group]) -> Sampled:
     """Scores and group-relative advantages."""
-    scores = score_groups(parts.stack, groups, run.check_while_waiting)
+    scores = score_groups(parts.stack, groups, run.check_stop)
     masked = StopReason.LENGTH if parts.cfg.rl.mask_truncated_completions else None
     valid = np.array(
         [
@@ -505,7 +512,7 @@ def _evaluate(run: Run, parts: Parts, prompts: Sequence[Prompt], title: str) -> 
         mode=cfg.eval_mode,
         seed=cfg.seed,
         on_progress=progress,
-        on_wait=run.check_while_waiting,
+        check=run.check_stop,
     )
     run.printer.note(format_eval_line(title, evaluation.stats))
     return evaluation.stats

@@ -75,7 +75,9 @@ def rematerialise(policy: RematPolicy) -> Callable[[Callable], Callable]:
 def batch_logprobs(
     spec: ModelSpec, params: Params, batch: PackedBatch, *, temperature: float, dtype: Any, remat: RematPolicy
 ) -> tuple[jax.Array, jax.Array, Load | None]:
-    """(B, T) logprobs and entropies of the trained tokens, 0 beyond the lists; what experts got, if there are any."""
+    """(B, T) logprobs and entropies of the trained tokens, 0 beyond the lists; what experts got of the completions, if
+    there are any."""
+    completions = batch.branches > 0  # how often a prompt is read depends on how rows are filled; each of these is once
     hidden, load = decoder.forward_with_load(
         spec,
         params,
@@ -83,6 +85,7 @@ def batch_logprobs(
         batch.positions,
         batch.segments,
         batch.branches,
+        completions,
         dtype=dtype,
         remat=rematerialise(remat),
     )
