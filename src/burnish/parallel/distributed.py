@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax._src.distributed import global_state  # the processes' own store has no public name
 
 from burnish.parallel import pathways
 from burnish.parallel.errors import ProcessError
@@ -25,6 +27,11 @@ EXPLICIT = ("BURNISH_COORDINATOR_ADDRESS", "BURNISH_NUM_PROCESSES", "BURNISH_PRO
 HEARTBEAT = "BURNISH_HEARTBEAT_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 100
 START_SECONDS = 300
+FAIL_TOGETHER_SECONDS = 10
+"""How much later than the first the last process may come to an error that all of them have."""
+
+_FAILURES = "burnish/failures/"
+"""Where a process that fails says why, in what JAX's processes share."""
 
 
 @dataclass(frozen=True)
@@ -93,27 +100,60 @@ def start(env: Mapping[str, str] | None = None) -> None:
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """What JAX says inside when another process has gone, as a ProcessError that tells where to look."""
+    """Within it no process is left waiting for one that has failed. What fails in all of them alike goes its way. One
+    that fails alone tells the others why and leaves at once, so that they notice at their next exchange; what JAX says
+    there becomes a ProcessError with that cause."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        atexit.register(_leave)
-        first = str(error).strip().splitlines()[0]
-        raise ProcessError(
-            f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}). The "
-            "cause is what that one said last; start all of them again with resume=true"
-        ) from error
+    except Exception as error:
+        if jax.process_count() > 1:
+            if _is_of_others(error):
+                atexit.register(_leave, ProcessError.exit_code)
+                raise ProcessError(_without_others(error)) from error
+            if not _all_fail(error):
+                atexit.register(_leave, getattr(error, "exit_code", 1))
+        raise
 
 
-def _leave() -> None:
-    """Ends the process with status 1 without JAX's farewell, for which it would wait for the process that has gone, and
-    then abort."""
+def _is_of_others(error: Exception) -> bool:
+    """Whether JAX could not exchange something with another process; being out of memory is this one's own."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def _without_others(error: Exception) -> str:
+    first = str(error).strip().splitlines()[0]
+    causes: list[tuple[str, str]] = []
+    with suppress(RuntimeError):  # the process that keeps them may be the one that has gone
+        causes = _shared().key_value_dir_get(_FAILURES)
+    known = "".join(f"; process {key.rpartition('/')[2]}: {text}" for key, text in causes)
+    return (
+        f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}){known}. The "
+        "cause is what that one said last; start all of them again with resume=true"
+    )
+
+
+def _all_fail(error: Exception) -> bool:
+    """Whether the others fail, too, within seconds; they are told of this failure first."""
+    client = _shared()
+    try:
+        client.key_value_set(f"{_FAILURES}{jax.process_index()}", str(error) or type(error).__name__, True)
+        client.wait_at_barrier("burnish/all-fail", FAIL_TOGETHER_SECONDS * 1000)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _shared() -> Any:
+    """The store and barriers that JAX's processes have in common."""
+    return global_state.client
+
+
+def _leave(status: int) -> None:
+    """Ends the process without JAX's farewell, for which it would wait for the others, and then abort."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(ProcessError.exit_code)
+    os._exit(status)
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
