@@ -272,6 +272,8 @@ def _run(
                 with run.profiled(step, start + 1):
                     if batch is None:
                         batch = _sample_now(run, parts, step, next(pipeline))
+                    elif ahead is None:  # saved by a run that sampled ahead, with older weights than these
+                        batch = _sample_now(run, parts, step, [group.prompt for group in batch.groups])
                     if ahead is not None and step < cfg.num_batches:
                         ahead.start(step + 1, next(pipeline))
                     state, metrics, batch = _step(run, parts, state, step, batch, ahead)
