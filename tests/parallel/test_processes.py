@@ -5,7 +5,11 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny_runs
@@ -212,6 +216,77 @@ def test_eight_processes_give_what_one_gives(start, one):
     assert_same(start.base / "eight", one)
 
 
+# ---- processes that do not go together ----
+
+
+@pytest.fixture
+def exchange(tmp_path):
+    """exchange(case, *ids, **env): statuses and last words of processes with these ids (of two) that come to a case."""
+
+    def run(case, *ids, **env):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{s.getsockname()[1]}"
+        shared = {**os.environ, "BURNISH_COORDINATOR_ADDRESS": address, "BURNISH_NUM_PROCESSES": "2", **env}
+        logs = [tmp_path / f"{i}.log" for i in range(len(ids))]
+        running = [
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("exchange.py")), case],
+                env=shared | {"BURNISH_PROCESS_ID": str(process)},
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for process, log in zip(ids, logs, strict=True)
+        ]
+        try:
+            return [p.wait(WAIT) for p in running], [log.read_text() for log in logs]
+        finally:
+            for p in running:
+                p.kill()
+                p.wait()
+
+    return run
+
+
+def test_different_options_are_refused_by_name_in_all_processes(exchange):
+    statuses, said = exchange("options", 0, 1)
+    assert statuses == [1, 1], said
+    for text in said:
+        assert (
+            "error: the processes differ: batch_size is 2 in process 0 and 3 in process 1; search is missing in" in text
+        )
+        assert "seed" not in text
+
+
+def test_different_data_are_refused_by_name(exchange):
+    statuses, said = exchange("inputs", 0, 1)
+    assert statuses == [1, 1], said
+    assert all("the training data is 'cd' in process 0 and 'ab' in process 1. Give all hosts" in text for text in said)
+
+
+def test_the_same_options_and_data_are_no_error(exchange):
+    statuses, said = exchange("same", 0, 1)
+    assert statuses == [0, 0], said
+    assert all(text.endswith("went on\n") for text in said)
+
+
+def test_one_that_fails_alone_ends_with_its_own_status_and_the_others_say_why(exchange):
+    since = time.monotonic()
+    statuses, said = exchange("alone", 0, 1, BURNISH_HEARTBEAT_SECONDS="400")
+    assert time.monotonic() - since < 400, "noticed by the heartbeat only"
+    assert statuses == [1, 3], said
+    assert "error: no room in /there" in said[1]
+    assert "one of which has gone" in said[0]
+    assert "process 1: no room in /there" in said[0]
+
+
+def test_processes_that_do_not_come_are_not_waited_for_without_end(exchange):
+    statuses, said = exchange("same", 1, START_SECONDS="2")
+    assert statuses == [1]
+    assert "error: process 1 of 2, coordinator 127.0.0.1:" in said[0]
+    assert "not all processes were there after 2 s" in said[0]
+
+
 # ---- who is one of how many ----
 
 THREE = {"BURNISH_COORDINATOR_ADDRESS": "host:1", "BURNISH_NUM_PROCESSES": "4", "BURNISH_PROCESS_ID": "3"}
@@ -243,6 +318,8 @@ def test_the_environment_says_who_is_one_of_how_many(env, name):
         ({"BURNISH_PROCESS_ID": ""}, "BURNISH_PROCESS_ID is not"),
         ({"BURNISH_PROCESS_ID": "4"}, "below BURNISH_NUM_PROCESSES=4"),
         ({"BURNISH_NUM_PROCESSES": "many"}, "BURNISH_NUM_PROCESSES=many"),
+        ({"BURNISH_COORDINATOR_ADDRESS": "host"}, "BURNISH_COORDINATOR_ADDRESS=host: it must be host:port"),
+        ({"BURNISH_COORDINATOR_ADDRESS": ":1"}, "BURNISH_COORDINATOR_ADDRESS=:1: it must be host:port"),
     ],
 )
 def test_half_an_environment_is_refused(changes, words):

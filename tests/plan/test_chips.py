@@ -49,6 +49,9 @@ def test_only_the_slice_of_eight_is_one_host():
         ("h100-16", "h100-8"),
         ("h100:8", "h100-8"),
         ("cpu:2x4", "cpu-8"),
+        ("cpu-99999999999999999999", "at most 1,024 virtual devices"),
+        ("v6e:1000x1000", "at most 256 chips"),
+        ("tpu7x:99x99x99", "at most 9,216 chips"),
         ("", "v6e-8"),
     ],
 )

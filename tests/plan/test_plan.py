@@ -13,9 +13,10 @@ import pytest
 
 from burnish.config.overrides import load_config
 from burnish.config.schema import PlanConfig
+from burnish.errors import BurnishError
 from burnish.models.params import init_params
 from burnish.models.spec import ExpertsSpec
-from burnish.plan import make, report, workload
+from burnish.plan import command, make, report
 from burnish.plan.chips import CHIPS, Topology, parse_topology
 from burnish.plan.counts import matrices_read
 from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic, estimate
@@ -162,6 +163,16 @@ def test_without_the_compiler_the_extra_is_named(tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 1
     assert "burnish[tpu]" in run.stderr
+
+
+@pytest.mark.parametrize("option", ["json_file", "html_file"])
+def test_where_a_plan_can_not_be_written_is_said_before_anything_is_compiled(option, tmp_path, monkeypatch):
+    monkeypatch.setattr(make, "make_plan", lambda *_, **__: pytest.fail("compiled"))
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "its directory cannot be made")):
+        with pytest.raises(BurnishError, match=words) as refusal:
+            command.plan(load_config(PlanConfig, ["topology=cpu-1", f"{option}={path}"]))
+        assert f"{option}={path}" in str(refusal.value)
 
 
 def test_lengths_that_do_not_fit_are_refused():

@@ -7,6 +7,7 @@ from burnish.config.overrides import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.parallel.errors import MeshError
+from burnish.parallel.mesh import MeshSizes, make_mesh
 from burnish.rl.devices import choose_devices, sampler_sizes
 
 EIGHT = list(range(8))
@@ -38,6 +39,18 @@ def test_shares_that_are_no_whole_number_of_devices_are_refused():
         choose_devices(split(0.5, 0.5), EIGHT[:1])
 
 
+def test_thirds_and_sevenths_need_not_be_exact():
+    for number, shares, counts in (
+        (3, (0.333, 0.667), (1, 2)),
+        (12, (0.3333, 0.6667), (4, 8)),
+        (7, (0.143, 0.857), (1, 6)),
+    ):
+        devices = choose_devices(split(*shares), list(range(number)))
+        assert (len(devices.trainer), len(devices.sampler)) == counts
+    with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.32 of 3 devices is 0.96; it must come to"):
+        choose_devices(split(0.32, 0.5), EIGHT[:3])
+
+
 def test_processes_that_control_a_part_each_can_not_split_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(BurnishError, match=r"different processes, of which there are 2.*Pathways.*give 1 and 1"):
@@ -50,3 +63,8 @@ def test_the_samplers_axes_must_come_to_its_devices():
     assert (sizes.data, sizes.expert, sizes.tensor) == (2, 1, 4)
     with pytest.raises(MeshError, match=r"rollout_tensor_parallelism=3 .*there are 8"):
         sampler_sizes(options("rollout_tensor_parallelism=3"), EIGHT)
+
+
+def test_more_slices_than_there_are_are_refused_by_name():
+    with pytest.raises(MeshError, match="dcn_data_parallelism=2, but the devices are of 1 slices; -1 takes those"):
+        make_mesh([jax.devices()[0]] * 2, MeshSizes(fsdp=-1, slices=2))

@@ -2,15 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_runs
 from tiny_runs import assert_same_run, run_training
 
+from burnish.data import sources
 from burnish.errors import BurnishError
 from burnish.observe.metrics import MetricsWriter
-from burnish.rl import train
+from burnish.observe.rollouts import read_rollouts
+from burnish.rl import setup, train
+from burnish.rl.ahead import Batch
 from burnish.rl.loading import ModelSource
+from burnish.rl.run import Run
+from burnish.rollout.types import Completion, Group, StopReason
 
 
 class Cut(Exception):
@@ -100,6 +107,39 @@ def test_a_run_whose_evaluation_was_cut_goes_on_with_it(whole_run, args, tmp_pat
         run_training(*args("cut", "num_test_batches=2"))
     summary = run_training(*args("cut", "num_test_batches=2", "resume=true"))
     assert summary | {"seconds": 0} == json.loads((whole_run / "summary.json").read_text()) | {"seconds": 0}
+
+
+def test_what_was_sampled_ahead_is_sampled_anew_by_a_run_that_goes_on_without(cut, args, tmp_path, monkeypatch):
+    """The saved batch is one of older weights, for which a run on policy has no weights in its loss."""
+    changes = ("num_batches=2", "checkpoint_period=1")
+    restore = Run.restore
+
+    def with_batch(run, model, updater):
+        found = restore(run, model, updater)
+        pipeline = setup.train_pipeline(
+            run.cfg, model.tokenizer, sources.load_examples(setup.data_options(run.cfg), "train")
+        )
+        pipeline.restore(found.extra["data"])
+        old = Completion(
+            token_ids=np.full(3, 5, np.int32),
+            logprobs=np.full(3, -9.0, np.float32),
+            weight_versions=np.zeros(3, np.int32),
+            stop_reason=StopReason.STOP,
+            text="old",
+            seed=0,
+        )
+        batch = Batch([Group(prompt, (old,) * 4) for prompt in next(pipeline)], 1.0)
+        return replace(found, extra=found.extra | {"data": pipeline.state(), "in_flight": batch.to_json()})
+
+    run_training(*args("whole", *changes))
+    cut(2)
+    with pytest.raises(Cut):
+        run_training(*args("cut", *changes))
+    monkeypatch.setattr(Run, "restore", with_batch)
+    run_training(*args("cut", *changes, "resume=true"))
+    for step in (1, 2):
+        rows, others = (read_rollouts(tmp_path / name / "rollouts", step) for name in ("cut", "whole"))
+        assert rows == others
 
 
 @pytest.fixture

@@ -15,8 +15,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Timer
+from typing import Any
 
 import jax
+from jax._src.distributed import global_state  # the processes' own store has no public name
 
 from burnish.parallel import pathways
 from burnish.parallel.errors import ProcessError
@@ -25,6 +28,11 @@ EXPLICIT = ("BURNISH_COORDINATOR_ADDRESS", "BURNISH_NUM_PROCESSES", "BURNISH_PRO
 HEARTBEAT = "BURNISH_HEARTBEAT_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 100
 START_SECONDS = 300
+FAIL_TOGETHER_SECONDS = 10
+"""How much later than the first the last process may come to an error that all of them have."""
+
+_FAILURES = "burnish/failures/"
+"""Where a process that fails says why, in what JAX's processes share."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,11 @@ class Cluster:
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+
+    def describe(self) -> str:
+        if self.coordinator_address is None:
+            return self.name
+        return f"process {self.process_id} of {self.num_processes}, coordinator {self.coordinator_address}"
 
 
 def find_cluster(env: Mapping[str, str]) -> Cluster | None:
@@ -47,7 +60,10 @@ def find_cluster(env: Mapping[str, str]) -> Cluster | None:
         count, process = _number(env, "BURNISH_NUM_PROCESSES", 1), _number(env, "BURNISH_PROCESS_ID", 0)
         if process >= count:
             raise ProcessError(f"BURNISH_PROCESS_ID={process} must be below BURNISH_NUM_PROCESSES={count}")
-        return Cluster("BURNISH_*", env["BURNISH_COORDINATOR_ADDRESS"], count, process) if count > 1 else None
+        address = env["BURNISH_COORDINATOR_ADDRESS"]
+        if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+            raise ProcessError(f"BURNISH_COORDINATOR_ADDRESS={address}: it must be host:port of process 0")
+        return Cluster("BURNISH_*", address, count, process) if count > 1 else None
     platforms = env.get("JAX_PLATFORMS", "")
     if "proxy" in platforms:
         return None
@@ -73,16 +89,21 @@ def start(env: Mapping[str, str] | None = None) -> None:
         return
     heartbeat = _number(env, HEARTBEAT, 1) if env.get(HEARTBEAT) else DEFAULT_HEARTBEAT_SECONDS
     try:
-        jax.distributed.initialize(
-            cluster.coordinator_address,
-            cluster.num_processes,
-            cluster.process_id,
-            initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=heartbeat,
-            shutdown_timeout_seconds=heartbeat,
-        )
+        with _deadline(cluster):
+            jax.distributed.initialize(
+                cluster.coordinator_address,
+                cluster.num_processes,
+                cluster.process_id,
+                initialization_timeout=2 * START_SECONDS,
+                heartbeat_timeout_seconds=heartbeat,
+                shutdown_timeout_seconds=heartbeat,
+            )
     except (RuntimeError, ValueError) as error:
-        raise ProcessError(f"the processes of {cluster.name} could not find one another: {error}") from error
+        raise ProcessError(f"{cluster.describe()}: the processes could not find one another: {error}") from error
+    if cluster.num_processes not in (None, jax.process_count()):
+        raise ProcessError(
+            f"{cluster.describe()}: process 0 was told of {jax.process_count()} processes; give all the same number"
+        )
     mine, everything = jax.local_device_count(), jax.device_count()
     print(
         f"Process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}: {mine} of {everything} "
@@ -92,28 +113,84 @@ def start(env: Mapping[str, str] | None = None) -> None:
 
 
 @contextmanager
-def others_needed() -> Iterator[None]:
-    """What JAX says inside when another process has gone, as a ProcessError that tells where to look."""
+def _deadline(cluster: Cluster) -> Iterator[None]:
+    """Ends the process where the others have not come after START_SECONDS: JAX would abort it with a stack trace."""
+
+    def give_up() -> None:
+        print(
+            f"error: {cluster.describe()}: not all processes were there after {START_SECONDS} s. Each process id from "
+            "0 up has to be started, once, and all must reach the coordinator's port",
+            file=sys.stderr,
+        )
+        _leave(ProcessError.exit_code)
+
+    timer = Timer(START_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        atexit.register(_leave)
-        first = str(error).strip().splitlines()[0]
-        raise ProcessError(
-            f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}). The "
-            "cause is what that one said last; start all of them again with resume=true"
-        ) from error
+    finally:
+        timer.cancel()
 
 
-def _leave() -> None:
-    """Ends the process with status 1 without JAX's farewell, for which it would wait for the process that has gone, and
-    then abort."""
+@contextmanager
+def others_needed() -> Iterator[None]:
+    """Within it no process is left waiting for one that has failed. What fails in all of them alike goes its way. One
+    that fails alone tells the others why and leaves at once, so that they notice at their next exchange; what JAX says
+    there becomes a ProcessError with that cause."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if jax.process_count() > 1:
+            if _is_of_others(error):
+                atexit.register(_leave, ProcessError.exit_code)
+                raise ProcessError(_without_others(error)) from error
+            if isinstance(error, KeyboardInterrupt):
+                atexit.register(_leave, 130)
+            elif not _all_fail(error):
+                atexit.register(_leave, getattr(error, "exit_code", 1))
+        raise
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether JAX could not exchange something with another process; being out of memory is this one's own."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def _without_others(error: BaseException) -> str:
+    first = str(error).strip().splitlines()[0]
+    causes: list[tuple[str, str]] = []
+    with suppress(RuntimeError):  # the process that keeps them may be the one that has gone
+        causes = _shared().key_value_dir_get(_FAILURES)
+    known = "".join(f"; process {key.rpartition('/')[2]}: {text}" for key, text in causes)
+    return (
+        f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}){known}. The "
+        "cause is what that one said last; start all of them again with resume=true"
+    )
+
+
+def _all_fail(error: Exception) -> bool:
+    """Whether the others fail, too, within seconds; they are told of this failure first."""
+    client = _shared()
+    try:
+        client.key_value_set(f"{_FAILURES}{jax.process_index()}", str(error) or type(error).__name__, True)
+        client.wait_at_barrier("burnish/all-fail", FAIL_TOGETHER_SECONDS * 1000)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _shared() -> Any:
+    """The store and barriers that JAX's processes have in common."""
+    return global_state.client
+
+
+def _leave(status: int) -> None:
+    """Ends the process without JAX's farewell, for which it would wait for the others, and then abort."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(ProcessError.exit_code)
+    os._exit(status)
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:

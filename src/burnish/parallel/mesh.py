@@ -60,6 +60,10 @@ class MeshSizes:
 def make_mesh(devices: Sequence[jax.Device], sizes: MeshSizes, *, allow_split_physical_axes: bool = False) -> Mesh:
     """A mesh over all of `devices`, its axes laid along the machine's own where it has any. Raises MeshError."""
     sizes = sizes.resolve(len(devices))
+    # Without slices of their own, devices are told apart by process.
+    found = len({getattr(device, "slice_index", device.process_index) for device in devices})
+    if sizes.slices > 1 and sizes.slices != found:
+        raise MeshError(f"dcn_data_parallelism={sizes.slices}, but the devices are of {found} slices; -1 takes those")
     shape = tuple(getattr(sizes, axis) for axis in AXES)
     try:
         if sizes.slices > 1:

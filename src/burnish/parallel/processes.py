@@ -6,7 +6,7 @@ process they cost nothing.
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from burnish import __version__
 from burnish.parallel.errors import ProcessError
 
 T = TypeVar("T")
@@ -94,3 +95,31 @@ def together_while(call: Callable[[Callable[[], None] | None], T], check: Callab
 def by_first(call: Callable[[], Any]) -> None:
     """`call()` in the first process alone; where it raises, it raises in all."""
     together(call if is_first() else lambda: None)
+
+
+def same_options(options: Mapping[str, Any]) -> None:
+    """Raises ProcessError in all processes where their options or versions are not the same: they would run different
+    programs, which wait for one another in the middle of a step or add up what does not belong together."""
+    _same({**options, "version of burnish": __version__, "version of JAX": jax.__version__}, "start all of them with "
+          "the same command and the same code")  # fmt: skip
+
+
+def same_inputs(digests: Mapping[str, str]) -> None:
+    """Raises ProcessError in all processes where one has read something else than the others, by its name."""
+    _same(digests, "give all hosts the same files")
+
+
+def _same(values: Mapping[str, Any], advice: str) -> None:
+    said = gather(dict(values))
+    absent = object()
+    differences = []
+    for name in dict.fromkeys(name for one in said for name in one):
+        by_process = [one.get(name, absent) for one in said]
+        other = next((i for i, value in enumerate(by_process) if value != by_process[0]), None)
+        if other is not None:
+            words = [
+                f"{'missing' if by_process[i] is absent else repr(by_process[i])} in process {i}" for i in (0, other)
+            ]
+            differences.append(f"{name} is {' and '.join(words)}")
+    if differences:
+        raise ProcessError(f"the processes differ: {'; '.join(differences)}. {advice[0].upper()}{advice[1:]}")

@@ -55,6 +55,9 @@ CHIPS = {
     "cpu": Chip("cpu", "cpu", None, None, None, None, {}),
 }
 
+# JAX devices of the largest slice: a whole pod of TPUs; more virtual devices than that exhaust a machine.
+_LARGEST = {"v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 2 * 9216, "cpu": 1024}
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -112,6 +115,7 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
     if chip.platform == "cpu":
         if count is None or int(count) < 1:
             raise PlanError(f"topology={text}: virtual devices have no shape: write cpu-8 for eight of them")
+        _check_size(text, chip, int(count) * num_slices)
         return Topology(chip, (), num_slices, int(count) * num_slices)
     if chip.platform == "gpu":
         if count is None or int(count) not in chip.shapes:
@@ -140,6 +144,7 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
     if len(sizes) != chip.dimensions or 0 in sizes:
         example = next(iter(chip.shapes.values()), "2x2x1")
         raise PlanError(f"topology={text}: a {name} slice has {chip.dimensions} sizes above 0, as in {name}:{example}")
+    _check_size(text, chip, math.prod(sizes) * chip.devices)
     return Topology(chip, sizes, num_slices, math.prod(sizes) * chip.devices * num_slices)
 
 
@@ -158,3 +163,10 @@ def memory_share() -> float:
                 )
             return share
     return 0.75
+
+
+def _check_size(text: str, chip: Chip, num_devices: int) -> None:
+    largest = _LARGEST.get(chip.name, num_devices)
+    if num_devices > largest:
+        what = "virtual devices" if chip.platform == "cpu" else "chips"
+        raise PlanError(f"topology={text}: at most {largest // chip.devices:,} {what} can be planned for at once")

@@ -22,14 +22,16 @@ def plan(cfg: PlanConfig) -> dict[str, Any]:
     """Make the plan, print it, write it where the options say, and return it as JSON-able values. Raises BurnishError
     where it can not be made, and with status 1 where the run does not fit."""
     topology = parse_topology(cfg.topology, max(1, cfg.dcn_data_parallelism))
+    for name in ("json_file", "html_file"):
+        _check_writable(name, getattr(cfg, name))
     # That of GPUs is fast as it is, and at level O1 a failed check of its own ends the process (jax 0.10.2).
     exact = cfg.exact or topology.chip.platform == "gpu"
     prepare(topology, exact)
     from burnish.plan import make, report, search
     from burnish.plan.programs import devices_of
 
-    devices = devices_of(topology)
     spec = make.spec_of(cfg)
+    devices = devices_of(topology)
     if cfg.dtype == "auto" and topology.chip.platform != "cpu":
         # What auto comes to on those devices; here it would be this machine's.
         cfg = cfg.model_copy(update={"dtype": "bfloat16"})
@@ -80,10 +82,24 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: console.print(text, soft_wrap=True)
 
 
-def _write(path: str, text: str) -> None:
+def _check_writable(name: str, path: str | None) -> None:
+    """Before anything is compiled. An absent directory is made, as the write in the end would."""
+    if path is None:
+        return
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BurnishError(f"{name}={path}: its directory cannot be made: {error.strerror}") from None
+    if file.is_dir():
+        raise BurnishError(f"{name}={path} is a directory; give the name of a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BurnishError(f"{name}={path} cannot be written")
+
+
+def _write(path: str, text: str) -> None:
+    file = Path(path)
+    try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BurnishError(f"{path}: cannot be written: {error.strerror}") from error

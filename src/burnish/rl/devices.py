@@ -19,6 +19,9 @@ from burnish.parallel import rules
 from burnish.parallel.errors import MeshError
 from burnish.parallel.mesh import MeshSizes, make_mesh
 
+WHOLE = 0.01
+"""How far from a whole number of devices a share may be: thirds and sevenths have no exact decimals."""
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -49,13 +52,14 @@ def choose_devices(cfg: RunConfig, devices: Sequence[jax.Device] | None = None) 
         )
     counts = []
     for name, fraction in names.items():
-        count = round(len(everything) * fraction, 6)
-        if count < 1 or count != int(count):
+        exact = len(everything) * fraction
+        count = round(exact)
+        if count < 1 or abs(exact - count) > WHOLE:
             raise BurnishError(
-                f"{name}={fraction:g} of {len(everything)} devices is {count:g}; it must come to a whole number of "
+                f"{name}={fraction:g} of {len(everything)} devices is {exact:.4g}; it must come to a whole number of "
                 f"them, so be a multiple of 1/{len(everything)}"
             )
-        counts.append(int(count))
+        counts.append(count)
     return Devices(everything[: counts[0]], everything[len(everything) - counts[1] :])
 
 

@@ -20,6 +20,7 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     """Evaluate the checkpoint of the options, print the figures and return them. Raises BurnishError."""
     distributed.start()
     with distributed.others_needed():
+        processes.same_options(cfg.public_dump())
         return _evaluate(cfg)
 
 

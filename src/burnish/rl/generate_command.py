@@ -34,6 +34,7 @@ def generate(cfg: GenerateConfig) -> None:
     """Complete the prompts of the options. Raises BurnishError."""
     distributed.start()
     with distributed.others_needed():
+        processes.same_options(cfg.public_dump())
         _generate(cfg)
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +226,19 @@ class Run:
             return
         with jax.profiler.trace(str(self.directory.profile)):
             yield
+
+
+C = TypeVar("C", RunConfig, SFTConfig)
+
+
+def same_options(cfg: C) -> C:
+    """The options with the first process's run_name, which may be the time. Raises ProcessError where the processes
+    have different ones."""
+    options = cfg.public_dump()
+    if "run_name" not in cfg.model_fields_set:
+        del options["run_name"]
+    processes.same_options(options)
+    return cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})
 
 
 @contextmanager

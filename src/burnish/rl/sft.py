@@ -22,7 +22,7 @@ from burnish.rl import setup
 from burnish.rl.devices import check_model, trainer_mesh, trainer_sizes
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.packing import pack_examples
-from burnish.rl.run import Run, Stopped, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics, same_options
 from burnish.rl.types import PackedStep
 from burnish.rl.update import Updater
 
@@ -30,9 +30,8 @@ from burnish.rl.update import Updater
 def sft(cfg: SFTConfig) -> dict[str, Any]:
     """Run the whole fine-tuning and return its summary. Raises BurnishError for what is the user's to fix."""
     distributed.start()
-    cfg = cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})  # it may be the time
     with distributed.others_needed():
-        return _sft(cfg)
+        return _sft(same_options(cfg))
 
 
 def _sft(cfg: SFTConfig) -> dict[str, Any]:

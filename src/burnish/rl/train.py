@@ -5,6 +5,7 @@ the new weights to the sampler. A step's randomness is a function of the run's s
 resumed run is the run it would have been. This module is the order of things; what they do is in the other modules.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
 from burnish.checkpoints.run_dir import RunDirectory
 from burnish.config.describe import describe_batch, notes
@@ -37,6 +39,7 @@ from burnish.rl import setup
 from burnish.rl.advantages import group_advantages
 from burnish.rl.ahead import Batch, SamplingAhead
 from burnish.rl.devices import (
+    Devices,
     check_model,
     choose_devices,
     describe,
@@ -48,7 +51,7 @@ from burnish.rl.evaluate import evaluate_prompts, score_groups
 from burnish.rl.loading import ModelSource, open_model
 from burnish.rl.optimizer import TrainState
 from burnish.rl.packing import pack
-from burnish.rl.run import Run, Stopped, open_run, plain_metrics
+from burnish.rl.run import Run, Stopped, open_run, plain_metrics, same_options
 from burnish.rl.update import Updater, with_logprobs
 from burnish.rollout.types import Group, RolloutEngine, StopReason
 
@@ -65,6 +68,28 @@ class Parts:
     stack: RewardStack
     updater: Updater
     reference: Params | None  # weights of the KL penalty
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run starts from, on this process's machine."""
+
+    devices: Devices
+    training: Mesh
+    sampling: Mesh
+    model: ModelSource
+    pipeline: PromptPipeline
+    eval_prompts: list[Prompt]
+
+    def digests(self) -> dict[str, str]:
+        """What all processes have to have alike."""
+        first = _probe_prompts(self.pipeline, self.eval_prompts)
+        return {
+            "the model's config.json": _digest(self.model.spec),
+            "the training data": self.pipeline.state()["fingerprint"],
+            "what template and tokenizer make of it": _digest([prompt.token_ids for prompt in first]),
+            "the evaluation's data": _digest(self.eval_prompts),
+        }
 
 
 @dataclass(frozen=True)
@@ -103,23 +128,16 @@ def train(cfg: RunConfig) -> dict[str, Any]:
 def run_training(cfg: RunConfig) -> Outcome:
     """Run the whole training. Raises BurnishError for everything that is the user's to fix."""
     distributed.start()
-    cfg = cfg.model_copy(update={"run_name": processes.gather(cfg.run_name)[0]})  # it may be the time
     with distributed.others_needed():
-        return _run_training(cfg)
+        return _run_training(same_options(cfg))
 
 
 def _run_training(cfg: RunConfig) -> Outcome:
     processes.by_first(lambda: RunDirectory(cfg.base_output_directory, cfg.run_name).check(cfg.resume))
-    devices = choose_devices(cfg)
-    training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
-    model = open_model(cfg)
-    check_model(model.spec, trainer_sizes(cfg, devices.trainer))
-    setup.check_sampler(cfg, model.spec, devices.sampler)
-    data = setup.data_options(cfg)
-    pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
-    eval_prompts: list[Prompt] = []
-    if cfg.num_test_batches:
-        eval_prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(data, "eval"))
+    found = processes.together(lambda: _find(cfg))
+    processes.same_inputs(found.digests())
+    devices, model, pipeline, eval_prompts = found.devices, found.model, found.pipeline, found.eval_prompts
+    training, sampling = found.training, found.sampling
     arithmetic = describe_batch(cfg, pipeline.num_prompts)
 
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run, ExitStack() as opened:
@@ -166,6 +184,25 @@ def _probe(run: Run, stack: RewardStack, prompts: Sequence[Prompt]) -> list[str]
         return probe(stack, prompts, on_wait).lines() if processes.is_first() else []
 
     return processes.together_while(call, run.check_stop)
+
+
+def _find(cfg: RunConfig) -> Found:
+    """Devices, model and data, everything but weights. Raises BurnishError where they do not go together."""
+    devices = choose_devices(cfg)
+    training, sampling = trainer_mesh(cfg, devices.trainer), sampler_mesh(cfg, devices.sampler)
+    model = open_model(cfg)
+    check_model(model.spec, trainer_sizes(cfg, devices.trainer))
+    setup.check_sampler(cfg, model.spec, devices.sampler)
+    data = setup.data_options(cfg)
+    pipeline = setup.train_pipeline(cfg, model.tokenizer, sources.load_examples(data, "train"))
+    eval_prompts: list[Prompt] = []
+    if cfg.num_test_batches:
+        eval_prompts = setup.eval_prompts(cfg, model.tokenizer, sources.load_examples(data, "eval"))
+    return Found(devices, training, sampling, model, pipeline, eval_prompts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _probe_prompts(pipeline: PromptPipeline, eval_prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -242,6 +279,8 @@ def _run(
                 with run.profiled(step, start + 1):
                     if batch is None:
                         batch = _sample_now(run, parts, step, next(pipeline))
+                    elif ahead is None:  # saved by a run that sampled ahead, with older weights than these
+                        batch = _sample_now(run, parts, step, [group.prompt for group in batch.groups])
                     if ahead is not None and step < cfg.num_batches:
                         ahead.start(step + 1, next(pipeline))
                     state, metrics, batch = _step(run, parts, state, step, batch, ahead)
