@@ -45,6 +45,7 @@ WORKFLOW_B_TRAIN = shlex.split("""
     rl.reshard_chunk_size=4 debug=True vllm_hf_overrides="{'architectures': ['Gemma4']}"
     vllm_additional_config='{"sharding": {"strategy": 1}}'
 """)
+VLLM_OF_WORKFLOW_B = ("hbm_utilization_vllm", "vllm_hf_overrides", "vllm_additional_config")
 WORKFLOW_B_EXPORT = shlex.split("""
     model_name=gemma4-26b hf_access_token=secret load_parameters_path=gs://b/checkpoints/actor/50/model_params/
     base_output_directory=gs://b/hf-trained/ skip_jax_distributed_system=true hardware=cpu scan_layers=False
@@ -86,6 +87,9 @@ def test_options_of_vllm_are_refused_where_it_does_not_sample():
         message = problem(option)
         assert option.split("=")[0] in message
         assert "rollout_engine=vllm" in message
+    message = problem(*WORKFLOW_B_TRAIN)  # all of them at once, so that they are left out at once
+    assert all(f"{name}=" in message for name in VLLM_OF_WORKFLOW_B)
+    run(*(arg for arg in WORKFLOW_B_TRAIN if arg.partition("=")[0] not in VLLM_OF_WORKFLOW_B))
     assert "vllm_python=/no/such/python" in problem("rollout_engine=vllm", "vllm_python=/no/such/python")
 
 

@@ -1,14 +1,16 @@
 """Which devices train and which sample: by number, without any device."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from burnish.config.overrides import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.parallel.errors import MeshError
-from burnish.parallel.mesh import MeshSizes, make_mesh
-from burnish.rl.devices import choose_devices, sampler_sizes
+from burnish.parallel.mesh import AXES, MeshSizes, make_mesh
+from burnish.rl.devices import choose_devices, describe, sampler_sizes
 
 EIGHT = list(range(8))
 
@@ -35,7 +37,7 @@ def test_the_first_devices_train_and_the_last_ones_sample():
 def test_shares_that_are_no_whole_number_of_devices_are_refused():
     with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.3 of 8 devices is 2.4.*multiple of 1/8"):
         choose_devices(split(0.3, 0.5), EIGHT)
-    with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.5 of 1 devices is 0.5"):
+    with pytest.raises(BurnishError, match=r"trainer_devices_fraction=0.5 .*there is one device.*give 1 and 1"):
         choose_devices(split(0.5, 0.5), EIGHT[:1])
 
 
@@ -51,6 +53,16 @@ def test_thirds_and_sevenths_need_not_be_exact():
         choose_devices(split(0.32, 0.5), EIGHT[:3])
 
 
+@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+def test_a_chunk_size_for_moving_weights_is_said_to_change_nothing_only_where_it_does(engine):
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), AXES)
+    lines = describe(options(f"rollout_engine={engine}", "rl.reshard_chunk_size=4"), mesh, mesh)
+    assert [line.split(":")[0] for line in lines] == (
+        ["rl.reshard_chunk_size changes nothing"] if engine == "builtin" else []
+    )
+    assert describe(options(), mesh, mesh) == []
+
+
 def test_processes_that_control_a_part_each_can_not_split_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(BurnishError, match=r"different processes, of which there are 2.*Pathways.*give 1 and 1"):
@@ -61,7 +73,7 @@ def test_processes_that_control_a_part_each_can_not_split_devices(monkeypatch):
 def test_the_samplers_axes_must_come_to_its_devices():
     sizes = sampler_sizes(options("rollout_tensor_parallelism=4"), EIGHT)
     assert (sizes.data, sizes.expert, sizes.tensor) == (2, 1, 4)
-    with pytest.raises(MeshError, match=r"rollout_tensor_parallelism=3 .*there are 8"):
+    with pytest.raises(MeshError, match=r"rollout_tensor_parallelism=3: there are 8 devices, which 3 does not divide"):
         sampler_sizes(options("rollout_tensor_parallelism=3"), EIGHT)
 
 

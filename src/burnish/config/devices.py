@@ -89,7 +89,7 @@ class DeviceOptions(TrainerMeshOptions, SamplerMeshOptions):
     fields.OneDevice."""
 
     chips_per_vm: Annotated[int | None, OneDevice((), "JAX knows the chips of the machine")] = option(
-        None, "Accelerator chips of each VM", unit="chips", ge=1
+        None, "Accelerator chips of each VM; changes nothing, JAX knows them", unit="chips", ge=1
     )
     trainer_devices_fraction: float = option(
         1.0,

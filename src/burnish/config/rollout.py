@@ -78,13 +78,13 @@ class RolloutEngineOptions(EngineOptions):
                     "the environment that vLLM is installed in"
                 )
             return self
-        for name in _VLLM_OPTIONS:
-            value = getattr(self, name)
-            if value not in (None, False, {}):
-                raise ValueError(
-                    f"{name}={value_words(value)} has no effect on rollout_engine=builtin; leave it out, or give "
-                    "rollout_engine=vllm"
-                )
+        given = {name: value for name in _VLLM_OPTIONS if (value := getattr(self, name)) not in (None, False, {})}
+        if given:
+            words = ", ".join(f"{name}={value_words(value)}" for name, value in given.items())
+            have, them = ("has", "it") if len(given) == 1 else ("have", "them")
+            raise ValueError(
+                f"{words} {have} no effect on rollout_engine=builtin; leave {them} out, or give rollout_engine=vllm"
+            )
         return self
 
     @property

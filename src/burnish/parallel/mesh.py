@@ -39,7 +39,8 @@ class MeshSizes:
         """The same with every size known and their product `num_devices`. Raises MeshError."""
         slices = 1 if self.slices == -1 else self.slices
         if num_devices % slices:
-            raise MeshError(f"dcn_data_parallelism={slices} does not divide the {num_devices} devices")
+            there_are = "there is one device" if num_devices == 1 else f"there are {num_devices} devices"
+            raise MeshError(f"dcn_data_parallelism={slices} is not possible: {there_are}, which it has to divide")
         per_slice = num_devices // slices
         sizes = {axis: getattr(self, axis) for axis in AXES}
         words = " × ".join(f"{self.option(a)}={n}" for a, n in sizes.items() if n != 1) or f"{self.prefix}_* all 1"
@@ -48,6 +49,11 @@ class MeshSizes:
         if len(left_over) > 1:
             raise MeshError(f"{words}: at most one axis can be what is left over (-1)")
         if per_slice % known or (not left_over and per_slice != known):
+            if left_over:
+                raise MeshError(
+                    f"{words}: there are {per_slice} devices{' in a slice' if slices > 1 else ''}, which {known} does "
+                    "not divide, so that -1 can not be what is left over"
+                )
             raise MeshError(
                 f"{words} makes {known} devices, but there are {per_slice}{' in a slice' if slices > 1 else ''}; the "
                 f"product must be {per_slice}, and -1 takes what is left over"

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish import __version__
-from burnish.plan.result import Plan, gib
+from burnish.observe.terminal import PLAIN_WIDTH
+from burnish.plan.result import Plan, size_words
 from burnish.plan.search import Search, words
 
 _ACCOUNT = "Memory and exchange are by the compiler's account, times are estimates; no such device confirmed them."
@@ -38,17 +39,19 @@ def _memory(plan: Plan) -> Section:
     """Kinds of bytes by what goes on."""
     kinds = dict.fromkeys(kind for m in plan.moments for kind, size in m.kinds.items() if size)
     several = len(plan.sides) > 1
+    small = max(m.total for m in plan.moments) < 0.1 * 2**30
+    unit, scale = ("MiB", 2**20) if small else ("GiB", 2**30)
 
     def row(name: str, cells: Iterable[int]) -> tuple[str, ...]:
-        return (name, *(f"{size / 2**30:.2f}" if size else "" for size in cells))
+        return (name, *(f"{size / scale:.2f}" if size else "" for size in cells))
 
     rows = [row(kind, (m.kinds.get(kind, 0) for m in plan.moments)) for kind in kinds]
     rows.append(row("together", (m.total for m in plan.moments)))
     if any(m.failure for m in plan.moments):
         rows.append(("too large to compile", *("yes" if m.failure else "" for m in plan.moments)))
-    of = f", of {gib(plan.memory)} usable" if plan.memory else ""
+    of = f", of {size_words(plan.memory)} usable" if plan.memory else ""
     names = (f"{m.side}: {m.name}" if several else m.name for m in plan.moments)
-    return Section(f"Memory of one device, GiB{of}", ("", *names), tuple(rows))
+    return Section(f"Memory of one device, {unit}{of}", ("", *names), tuple(rows))
 
 
 def _exchange(plan: Plan) -> Section:
@@ -75,9 +78,9 @@ def _times(plan: Plan) -> Section:
     rows = [
         (
             p.name,
-            f"{p.seconds:.3g} s",
-            f"{p.at_best:.3g} s",
-            f"{p.model_flops / 1e12:,.1f}",
+            _seconds(p.seconds),
+            _seconds(p.at_best),
+            _figure(p.model_flops / 1e12),
             _size(p.read),
             _size(p.sent),
             p.bound_by,
@@ -85,7 +88,7 @@ def _times(plan: Plan) -> Section:
         for p in estimate.phases
     ]
     total = sum(p.model_flops for p in estimate.phases) / 1e12
-    rows.append(("step", f"{estimate.step:.3g} s", f"{estimate.step_at_best:.3g} s", f"{total:,.1f}", "", "", ""))
+    rows.append(("step", _seconds(estimate.step), _seconds(estimate.step_at_best), _figure(total), "", "", ""))
     columns = ("phase", "estimate", "at best", "model TFLOP", "read per device", "sent per device", "mostly")
     return Section("Time of a step, estimated", columns, tuple(rows))
 
@@ -97,6 +100,22 @@ def _size(size: float) -> str:
     return f"{size:,.0f} B"
 
 
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{_figure(seconds / scale)} {unit}"
+    return f"{_figure(seconds * 1e6)} µs"
+
+
+def _figure(value: float) -> str:
+    """With about three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
+
+
 def opening(plan: Plan) -> list[str]:
     """What is planned, a sentence a line."""
     w = plan.workload
@@ -104,11 +123,12 @@ def opening(plan: Plan) -> list[str]:
         f"{side}: {' × '.join(f'{axis} {n}' for axis, n in mesh.items() if n > 1) or 'one device'}"
         for side, mesh in plan.meshes.items()
     ]
+    passes = w.micro_batches * w.iterations
     return [
-        f"{plan.model}, {plan.num_params / 1e9:.2f} billion parameters, on {plan.topology.describe()}",
+        f"{plan.model}, {_parameters(plan.num_params)} parameters, on {plan.topology.describe()}",
         f"Mesh of the {'; '.join(meshes)}",
         f"A step: {w.prompts} × {w.completions} completions of {w.completion_tokens} tokens after prompts of "
-        f"{w.prompt_tokens}; {w.slots} at a time; {w.micro_batches * w.iterations} forward and backward passes over "
+        f"{w.prompt_tokens}; {w.slots} at a time; {passes} forward and backward pass{'' if passes == 1 else 'es'} over "
         f"{w.rows} × {w.row_length} tokens ({w.row_tokens / (w.micro_batches * w.rows * w.row_length):.0%} filled)",
     ]
 
@@ -119,11 +139,11 @@ def closing(plan: Plan) -> list[str]:
     if plan.estimate:
         e = plan.estimate
         lines.append(
-            f"Estimated: {e.step:.3g} s per step, {e.tokens_per_second:,.0f} sampled tokens/s, "
+            f"Estimated: {_seconds(e.step)} per step, {e.tokens_per_second:,.0f} sampled tokens/s, "
             f"{e.share_of_peak:.1%} of peak; {plan.workload.steps} steps and the evaluations take {duration(e.run)}"
         )
         lines.append(
-            f"That is {plan.chip_hours:.2f} chip-hours"
+            f"That is {f'{plan.chip_hours:.2f}' if plan.chip_hours >= 0.01 else 'less than 0.01'} chip-hours"
             + ("" if plan.price is None else f", which cost {plan.price:,.2f}")
             + f" (at best {duration(e.step_at_best * plan.workload.steps)} for the steps)"
         )
@@ -136,31 +156,55 @@ def closing(plan: Plan) -> list[str]:
 
 def duration(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else _seconds(seconds)
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """The plan as tables in the terminal."""
-    console = console or Console(highlight=False)
+    console = console or _console()
     for line in opening(plan):
-        console.print(Text(line))
+        _print(console, line)
     for section in sections(plan):
-        table = Table(title=section.title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-        for i, column in enumerate(section.columns):
-            figures = i > 0 and not (i == len(section.columns) - 1 and column == "mostly")
-            table.add_column(column, justify="right" if figures else "left", header_style="dim", overflow="fold")
-        for row in section.rows:
-            table.add_row(*map(Text, row))
         console.print()
-        console.print(table)
+        console.print(_laid_out(section))
     if plan.assumptions:
-        console.print(Text("\nAssumed:", style="bold"))
+        _print(console, "\nAssumed:", "bold")
         for line in plan.assumptions:
-            console.print(Text(f"- {line}", style="dim"))
+            _print(console, f"- {line}", "dim")
     console.print()
     for line in closing(plan):
-        console.print(Text(line, style="bold" if line == plan.verdict() else ""))
+        _print(console, line, "bold" if line == plan.verdict() else "")
+
+
+def _console() -> Console:
+    """The terminal; where there is none, tables get a log's width."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def _print(console: Console, line: str, style: str = "") -> None:
+    """A sentence; one that goes to a file or a program stays one line."""
+    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
+
+
+def _laid_out(section: Section) -> Table:
+    """Lines are broken between words, never in a figure."""
+    table = Table(title=section.title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for i, column in enumerate(section.columns):
+        cells = [row[i] for row in section.rows]
+        text = i == 0 or column == "mostly"
+        words = [*column.split(), *(word for cell in cells for word in (cell.split() if text else [cell]))]
+        table.add_column(
+            column,
+            justify="left" if text else "right",
+            header_style="dim",
+            overflow="fold",
+            min_width=max(map(len, words), default=0),
+        )
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -261,12 +305,12 @@ def _bars(plan: Plan) -> str:
     for m in plan.moments:
         spans = "".join(
             f'<span style="width:{100 * size / widest:.2f}%;background:{colour[kind]}" title="{html.escape(kind)} '
-            f'{gib(size)}"></span>'
+            f'{size_words(size)}"></span>'
             for kind, size in m.kinds.items()
             if size
         )
         limit = f'<i class="limit" style="left:{100 * plan.memory / widest:.2f}%"></i>' if plan.memory else ""
-        label = html.escape(f"{m.side}: {m.name}: {m.failure or gib(m.total)}")
+        label = html.escape(f"{m.side}: {m.name}: {m.failure or size_words(m.total)}")
         lines.append(f'<div>{label}<div class="bar">{spans}{limit}</div></div>')
     return "".join(lines)
 
@@ -277,13 +321,13 @@ def json_text(values: dict[str, Any]) -> str:
 
 def print_search(search: Search, console: Console | None = None) -> None:
     """What the search for settings that fit has come to."""
-    console = console or Console(highlight=False)
+    console = console or _console()
     console.print()
     for line in _search_lines(search):
-        console.print(Text(line))
+        _print(console, line)
     if search.found is not None:
         for line in closing(search.found):
-            console.print(Text(line))
+            _print(console, line)
 
 
 def _search_lines(search: Search) -> list[str]:

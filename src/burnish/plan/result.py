@@ -117,14 +117,14 @@ class Plan:
         for side in self.sides:
             peak = self.peak(side)
             kind, size = peak.largest
-            of = f" of {gib(self.memory)}" if self.memory else ""
+            of = f" of {size_words(self.memory)}" if self.memory else ""
             where = "each device" if side == "all devices" else f"each device of the {side}"
             if peak.failure:
                 parts.append(f"{where}: {peak.name} alone: {peak.failure}")
             else:
                 parts.append(
-                    f"{where} needs at most {gib(peak.total)}{of}, in {peak.name}, where {kind} are the largest part "
-                    f"({gib(size)})"
+                    f"{where} needs at most {size_words(peak.total)}{of}, in {peak.name}, where {kind} are "
+                    f"the largest part ({size_words(size)})"
                 )
         word = {True: "Fits", False: "Does not fit", None: "Compiled"}[self.fits]
         if self.tight and not self.exact:
@@ -134,5 +134,5 @@ class Plan:
         return f"{word}: {'; '.join(parts)}."
 
 
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def size_words(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"

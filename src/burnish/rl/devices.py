@@ -45,6 +45,8 @@ def choose_devices(cfg: RunConfig, devices: Sequence[jax.Device] | None = None) 
         "sampler_devices_fraction": cfg.sampler_devices_fraction,
     }
     given = " and ".join(f"{name}={fraction:g}" for name, fraction in names.items())
+    if len(everything) == 1:
+        raise BurnishError(f"{given}: there is one device, which has to do both; give 1 and 1, or leave them out")
     if jax.process_count() > 1:
         raise BurnishError(
             f"{given} move weights between devices of different processes, of which there are {jax.process_count()}: "
@@ -100,19 +102,18 @@ def trainer_sizes(cfg: TrainerMeshOptions, devices: Sequence[jax.Device]) -> Mes
 
 
 def describe(cfg: RunConfig, trainer: Mesh, sampler: Mesh) -> list[str]:
-    """Who does what on which devices, in words; nothing where there is only one."""
+    """Who does what on which devices, in words; one device alone is not named."""
 
     def words(mesh: Mesh) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "whole"
 
     if not cfg.has_split_devices:
-        if trainer.size == 1:
-            return []
-        unused = cfg.rl.reshard_chunk_size is not None
-        return [
-            f"Devices: {trainer.size} train ({words(trainer)}) and sample ({words(sampler)}) in turn.",
-            *(["rl.reshard_chunk_size changes nothing: the sampler has the trainer's devices."] if unused else []),
-        ]
+        lines = []
+        if trainer.size > 1:
+            lines.append(f"Devices: {trainer.size} train ({words(trainer)}) and sample ({words(sampler)}) in turn.")
+        if cfg.rl.reshard_chunk_size is not None and cfg.rollout_engine == "builtin":
+            lines.append("rl.reshard_chunk_size changes nothing: the sampler has the trainer's devices.")
+        return lines
     when = "while the others train" if cfg.rl.off_policy_steps else "in turn with them"
     return [f"Devices: {trainer.size} train ({words(trainer)}), {sampler.size} sample {when} ({words(sampler)})."]
 
