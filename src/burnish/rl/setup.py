@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from burnish.checkpoints.hf_export import write_json
 from burnish.checkpoints.hf_import import read_config
+from burnish.checkpoints.preemption import unwinding_on_signals
 from burnish.config.describe import eval_sampling
 from burnish.config.groups import (
     DataOptions,
@@ -195,10 +196,12 @@ def open_engine(
     longest_prompt: int,
     max_slots: int,
     note: Callable[[str], None],
+    on_wait: Callable[[], None] | None = None,
     log: epath.Path | None = None,
 ) -> Iterator[RolloutEngine]:
-    """The engine that rollout_engine names, on these devices; it ends with the context. `note` is told what the user
-    should know; what vLLM prints is added to `log`, if that is a file on this machine."""
+    """The engine that rollout_engine names, on these devices; it ends with the context, and vLLM's process also where a
+    signal ends this one. `note` is told what the user should know; `on_wait` is called twice a second while vLLM starts
+    or takes weights; what it prints is added to `log`, if that is a file on this machine."""
     chunk_size = cfg.rl.reshard_chunk_size if isinstance(cfg, RunConfig) else None
     if cfg.rollout_engine == "builtin":
         mesh = sampler_mesh(cfg, devices)
@@ -221,7 +224,7 @@ def open_engine(
         hf_overrides=cfg.vllm_hf_overrides,
         additional_config=cfg.vllm_additional_config,
     )
-    with source.snapshot() as directory:
+    with unwinding_on_signals(), source.snapshot() as directory:
         # What is trained is text: vLLM makes no vision tower.
         config = text_only_config(read_config(directory))
         write_json(directory / "config.json", config)
@@ -236,6 +239,7 @@ def open_engine(
             dtype=compute_dtype(cfg.dtype),
             log=Path(log) if log is not None and is_local(log) else None,
             note=note,
+            on_wait=on_wait,
         )
         with closing(engine):
             yield engine

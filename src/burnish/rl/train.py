@@ -143,18 +143,18 @@ def _run_training(cfg: RunConfig) -> Outcome:
     with RewardStack(setup.reward_options(cfg)) as stack, open_run(cfg, model) as run, ExitStack() as opened:
         for line in _opening(cfg, model, pipeline, arithmetic, describe(cfg, training, sampling)):
             run.printer.note(line)
-        try:
-            lines = _probe(run, stack, _probe_prompts(pipeline, eval_prompts))
-        except Stopped:
-            raise run.end_for_restart((run.latest_step() or 0) if cfg.resume else 0) from None
-        for line in lines:
-            run.printer.note(line)
         updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        engine = opened.enter_context(
-            setup.open_engine(model, cfg, devices.sampler, longest, max_slots, run.printer.note, run.directory.vllm_log)
-        )
+        note, wait, log = run.printer.note, run.check_while_waiting, run.directory.vllm_log
+        try:
+            for line in _probe(run, stack, _probe_prompts(pipeline, eval_prompts)):
+                note(line)
+            engine = opened.enter_context(
+                setup.open_engine(model, cfg, devices.sampler, longest, max_slots, note, wait, log)
+            )
+        except Stopped:
+            raise run.end_for_restart((run.latest_step() or 0) if cfg.resume else 0) from None
         run.check_space(model, updater)
         restored = run.restore(model, updater)
         initial: Params | None = None
@@ -355,7 +355,10 @@ def _step(
 
 def _hand_over(run: Run, parts: Parts, state: TrainState, step: int) -> float | None:
     """The sampler gets the weights after `step` steps; the seconds that took where they went to other devices."""
-    moved = parts.engine.load_weights(state.params, step)
+    try:
+        moved = parts.engine.load_weights(state.params, step)
+    except Stopped:
+        return None  # the step has been made: it ends as others do, and the run before the next one
     if moved is None:
         return None
     run.printer.note(str(moved))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,9 @@ class _Tensor(NamedTuple):
 class VllmEngine:
     """See RolloutEngine. `directory` holds the model's config and tokenizer (weights are not read). What vLLM prints
     is added to the file `log`; without one, to a temporary file, which stays where vLLM failed. `note` is told of
-    restarts. Raises VllmError where vLLM can not be started, and ValueError as the built-in engine does."""
+    restarts; `on_wait` is called twice a second while vLLM starts, takes weights or releases memory, and what it raises
+    ends vLLM's process and goes through. Raises VllmError where vLLM can not be started, and ValueError as the built-in
+    engine does."""
 
     def __init__(
         self,
@@ -85,9 +88,10 @@ class VllmEngine:
         dtype: Any,
         log: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         self._spec, self._directory, self._decode_text = spec, directory, tokenizer_decode
-        self._options, self._note = options, note
+        self._options, self._note, self._on_wait = options, note, on_wait
         self._max_slots = max_slots
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
         self._dtype = jnp.dtype(dtype)
@@ -99,7 +103,7 @@ class VllmEngine:
         self._removes_log = log is None
         self._log = _temporary_log() if log is None else log
         self._process: VllmProcess | None = None
-        self._or_again(lambda process: None)
+        self._or_again(lambda process: None, on_wait)
 
     def close(self) -> None:
         """Ends vLLM's process. A temporary log is left where an error has named it."""
@@ -122,7 +126,7 @@ class VllmEngine:
         a restart. Raises VllmWeightsError where it is not what vLLM's model takes."""
         start = time.perf_counter()
         self._params, self._version, self._is_current = params, version, False
-        self._or_again(lambda process: None)
+        self._or_again(lambda process: None, self._on_wait)
         num_bytes = sum(math.prod(m.hf_shape) for m in self._mappings) * self._dtype.itemsize
         return Transfer(version, len(self._mappings), num_bytes, time.perf_counter() - start)
 
@@ -130,7 +134,8 @@ class VllmEngine:
         """Weights and caches leave the accelerator, and `load_weights` has to come before `generate`; on CPU vLLM keeps
         them."""
         self._params, self._is_current = None, False
-        self._or_again(lambda process: process.ask({"do": "sleep"}, timeout=self._options.timeout))
+        sleep, timeout = {"do": "sleep"}, self._options.timeout
+        self._or_again(lambda process: process.ask(sleep, timeout=timeout, on_wait=self._on_wait), self._on_wait)
 
     def generate(
         self,
@@ -173,7 +178,8 @@ class VllmEngine:
                 on_progress(*latest)
 
         answer = self._or_again(
-            lambda process: process.ask(message, timeout=self._options.timeout, on_progress=progress, on_wait=wait)
+            lambda process: process.ask(message, timeout=self._options.timeout, on_progress=progress, on_wait=wait),
+            wait,
         )
         if answer["version"] != self._version:
             raise VllmError(f"vLLM sampled with weights of version {answer['version']}, not {self._version}")
@@ -209,12 +215,12 @@ class VllmEngine:
             seed=seed,
         )
 
-    def _or_again(self, action: Callable[[VllmProcess], Any]) -> Any:
+    def _or_again(self, action: Callable[[VllmProcess], Any], on_wait: Callable[[], None] | None) -> Any:
         """What `action` returns, of a process that has the newest weights; where that is lost and may be started
-        again, what its repetition returns."""
+        again, what its repetition returns. `on_wait` is called while it gets ready."""
         while True:
             try:
-                return action(self._ready())
+                return action(self._ready(on_wait))
             except BaseException as error:
                 if not isinstance(error, VllmWeightsError):  # else it is not in the middle of anything
                     self._end_process()
@@ -230,14 +236,14 @@ class VllmEngine:
         if process is not None:
             process.close()
 
-    def _ready(self) -> VllmProcess:
+    def _ready(self, on_wait: Callable[[], None] | None) -> VllmProcess:
         """The process, started and with the weights there are."""
         if self._process is None:
             o = self._options
             self._process = VllmProcess(o.python, self._log, self._environment())
-            self._process.ask(self._start_message(), timeout=3 * o.timeout)
+            self._process.ask(self._start_message(), timeout=3 * o.timeout, on_wait=on_wait)
         if self._params is not None and not self._is_current:
-            self._send_weights(self._process)
+            self._send_weights(self._process, on_wait)
             self._is_current = True
         return self._process
 
@@ -286,19 +292,19 @@ class VllmEngine:
         per_token = sum(2 * kind.num_kv_heads * kind.head_dim for kind in kinds) * self._dtype.itemsize
         return per_token * self._max_slots * self._max_total_tokens
 
-    def _send_weights(self, process: VllmProcess) -> None:
+    def _send_weights(self, process: VllmProcess, on_wait: Callable[[], None] | None) -> None:
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self._params)):
             raise VllmError(
                 f"vLLM was lost while it sampled with weights of version {self._version}, which the trainer has "
                 "changed since: the run goes on from its newest checkpoint with resume=true"
             )
-        ask, timeout = process.ask, self._options.timeout
-        ask({"do": "weights_begin"}, timeout=timeout)
+        ask = partial(process.ask, timeout=self._options.timeout, on_wait=on_wait)
+        ask({"do": "weights_begin"})
         for chunk in self._chunks():
             described = [(t.name, str(t.array.dtype), t.array.shape, t.array.nbytes, t.checksum) for t in chunk]
             payload = [t.array.view(np.uint8).data for t in chunk]
-            ask({"do": "weights", "tensors": described}, payload, timeout=timeout)
-        ask({"do": "weights_end", "version": self._version}, timeout=timeout)
+            ask({"do": "weights", "tensors": described}, payload)
+        ask({"do": "weights_end", "version": self._version})
 
     def _chunks(self) -> Iterator[list[_Tensor]]:
         """The tensors, as many at a time as one message takes."""

@@ -1,5 +1,6 @@
-"""The process in which vLLM runs, talking to burnish over one socket. A script of its own: it imports vLLM and torch,
-never burnish, because it runs in vLLM's environment.
+"""The process in which vLLM runs, talking to burnish over one socket. Its arguments are the number of that socket and
+the directory for vLLM's own. A script of its own: it imports vLLM and torch, never burnish, because it runs in vLLM's
+environment.
 
 A message is a line of JSON, then as many bytes as its "nbytes" says. Requests are answered in order; while completions
 are sampled, a progress message follows every engine step. What goes wrong is answered with "error" and its kind:
@@ -20,6 +21,7 @@ if __name__ == "__main__":  # whatever libraries print must not be taken for any
 try:
     import torch
     import vllm
+    from burnish_vllm_scratch import remove_scratch
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.platforms import current_platform
@@ -82,18 +84,23 @@ class Extension:
         initialize_layerwise_reload(model)
 
     def burnish_load(self, tensors):
-        """The tensors that the model passed over, as it does without a word with biases that it does not have. Experts
-        go in together, which saves time where there are thousands, as the model has all of them or none."""
+        """The tensors that the model passed over, as it does without a word with biases that it does not have, and what
+        it did not take, in words. Experts go in together, which saves time where there are thousands, as the model has
+        all of them or none."""
         model = self.model_runner.get_model()
         alone = [[tensor] for tensor in tensors if ".experts." not in tensor[0]]
         together = [tensor for tensor in tensors if ".experts." in tensor[0]]
-        ignored = []
+        ignored: list[str] = []
         for some in [*alone, *([together] if together else [])]:
-            loaded = set(model.load_weights(iter(some)) or ())
+            try:
+                loaded = set(model.load_weights(iter(some)) or ())
+            except (KeyError, ValueError, AssertionError) as error:
+                traceback.print_exc()
+                return ignored, f"{' to '.join(dict.fromkeys((some[0][0], some[-1][0])))}: {error!r}"
             if not loaded:
                 ignored.append(some[0][0])
             self._burnish_loaded |= loaded
-        return ignored
+        return ignored, None
 
     def burnish_end(self):
         """The model's parameters that no tensor has filled."""
@@ -199,14 +206,11 @@ class Worker:
                 raise WeightsError(f"{name} does not hold the trainer's values (checksum {found}, not {checksum})")
             self._pending.remove(name)
             tensors.append((name, tensor))
-        try:
-            for ignored in self._llm.collective_rpc("burnish_load", args=(tensors,)):
-                if ignored:
-                    raise WeightsError(f"the model that vLLM has made has no place for {', '.join(ignored[:3])}")
-        except (KeyError, ValueError, AssertionError) as error:
-            traceback.print_exc()
-            names = f"{tensors[0][0]} to {tensors[-1][0]}"
-            raise WeightsError(f"the model that vLLM has made does not take {names}: {error!r}") from error
+        for ignored, refused in self._llm.collective_rpc("burnish_load", args=(tensors,)):
+            if refused:
+                raise WeightsError(f"the model that vLLM has made does not take {refused}")
+            if ignored:
+                raise WeightsError(f"the model that vLLM has made has no place for {', '.join(ignored[:3])}")
         return {}
 
     def _read(self, nbytes):
@@ -275,10 +279,11 @@ def _bits(tensor):
 
 def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
-    status = 1  # also where the parent is gone
+    status = 1
     try:
         status = Worker(connection).run()
     finally:
+        remove_scratch(sys.argv[2])  # the parent may have been killed
         os._exit(status)  # vLLM's threads and atexit handlers must not hold up the end
 
 

@@ -1,0 +1,1 @@
+"""What runs in vLLM's environment: no module of it imports burnish."""
