@@ -146,7 +146,7 @@ def _run_training(cfg: RunConfig) -> Outcome:
         updater = Updater(model.spec, setup.update_options(cfg), training)
         max_slots = min(cfg.resolved_max_num_seqs, cfg.resolved_rollout_micro_batch_size * cfg.rl.num_generations)
         longest = max([pipeline.longest_prompt, *(len(prompt.token_ids) for prompt in eval_prompts)])
-        note, wait, log = run.printer.note, run.check_while_waiting, run.directory.vllm_log
+        note, wait, log = run.printer.note, run.check_stop, run.directory.vllm_log
         try:
             for line in _probe(run, stack, _probe_prompts(pipeline, eval_prompts)):
                 note(line)
