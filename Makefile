@@ -21,9 +21,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/burnish demo
 
-# Files are shared out over processes, a file's tests stay together.
+# Files are shared out over processes, a file's tests stay together. They go in the order of their names:
+# xdist would end with those of few tests, which are the longest here, and one process would wait for the other.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # vLLM for CPUs in an environment of its own; docs/guides/vllm.md says where its torch comes from.
 vllm: $(VLLM_READY)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mesh_engine import DENSE, MODELS, RUNS
-from virtual_devices import found_by
+from virtual_devices import FLAGS, found_by
 
 ON_MESHES = [(model, name) for model, names in RUNS.items() for name in names if name != "one"]
 pytestmark = pytest.mark.slow
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by(Path(__file__).with_name("mesh_engine.py"), tmp_path_factory.mktemp("mesh"), 8)
+    return found_by(Path(__file__).with_name("mesh_engine.py"), tmp_path_factory.mktemp("mesh"), 8, FLAGS)
 
 
 @pytest.mark.parametrize(("model", "name"), ON_MESHES)
