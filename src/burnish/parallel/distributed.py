@@ -102,8 +102,8 @@ def others_needed() -> Iterator[None]:
         atexit.register(_leave)
         first = str(error).strip().splitlines()[0]
         raise ProcessError(
-            f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}). The "
-            "cause is what that one said last; start all of them again with resume=true"
+            f"process {jax.process_index()} cannot go on without the others, one of which has gone or is far behind "
+            f"({first}). The cause is what that one said last; start all of them again with resume=true"
         ) from error
 
 
