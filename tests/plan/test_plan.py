@@ -259,7 +259,7 @@ def test_tables_have_a_cell_for_every_column(small):
 def test_a_terminal_of_80_columns_shows_whole_words_and_figures(small):
     _, plan = small
     printed = io.StringIO()
-    report.print_plan(plan, Console(file=printed, width=80))
+    report.print_plan(plan, Console(file=printed, width=80, force_terminal=True, color_system=None))
     lines = printed.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     shown = set(printed.getvalue().split())
