@@ -1,12 +1,15 @@
 """What the pages say to type is what the program reads: command lines, options and their defaults.
 
 Every `burnish …` of README.md, the guides and the commands' own help is parsed and validated as a config, with the
-command's function replaced; nothing is computed. What stands for something else (… for more options) is left out.
+command's function replaced; nothing is computed. What stands for something else (… for more options) is left out. Two
+scripts are run; those of the rehearsal are run in tests/launch/test_local_workflow.py.
 """
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -122,6 +125,43 @@ def test_every_example_of_the_help_is_read(read, capsys):
         for example in command.examples:
             for args in map(fill, command_lines(example)):
                 assert read(args) is not None, (args, capsys.readouterr().err)
+
+
+def script(page: Path, containing: str) -> str:
+    """The block of a page with this in it, as it stands there."""
+    text = page.read_text(encoding="utf-8")
+    (block,) = (b for b in [*FENCED.findall(text), *INDENTED.findall(FENCED.sub("", text))] if containing in b)
+    return block
+
+
+def run_script(text: str, directory: Path) -> str:
+    """Runs it where `burnish` is the program of these tests -> standard output."""
+    program = directory / "burnish"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m burnish.cli.main "$@"\n')
+    program.chmod(0o755)
+    own = {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}
+    own |= {f"XDG_{name}_HOME": str(directory / name) for name in ("CONFIG", "STATE")}
+    done = subprocess.run(
+        ["bash", "-euc", text], env=os.environ | own, cwd=directory, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_job_of_the_readme_runs_as_it_is_written(tmp_path):
+    lines = run_script(script(ROOT / "README.md", "--name=rehearsal"), tmp_path).splitlines()
+    for host in range(8):
+        assert f"[main-job-0-{host}] host {host}: --xla_force_host_platform_device_count=4" in lines
+
+
+@pytest.mark.slow
+def test_virtual_devices_of_the_guide_train(tmp_path):
+    """As it is written, but for shorter completions and fewer steps."""
+    block = script(ROOT / "docs" / "guides" / "many-devices.md", "device_count=8 burnish")
+    fewer = " num_batches=1 num_test_batches=0 max_prefill_predict_length=64 max_target_length=96 rl.grpo_beta=0"
+    printed = run_script(block.rstrip() + fewer, tmp_path)
+    assert "Devices: 8 train (data 2 × fsdp 4) and sample (data 8) in turn." in printed
+    assert "\n 1/1 " in printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

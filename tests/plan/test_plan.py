@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from burnish.config.overrides import load_config
 from burnish.config.schema import PlanConfig
@@ -21,6 +23,7 @@ from burnish.plan.chips import CHIPS, Topology, parse_topology
 from burnish.plan.counts import matrices_read
 from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic, estimate
 from burnish.plan.programs import out_of_memory
+from burnish.plan.result import size_words
 from burnish.plan.search import search
 from burnish.rollout import decode
 
@@ -259,5 +262,27 @@ def test_tables_have_a_cell_for_every_column(small):
     _, plan = small
     for section in report.sections(plan):
         assert all(len(row) == len(section.columns) for row in section.rows)
-    total = plan.moments[0].total / 2**30
-    assert f"{total:.2f}" in np.array(report.sections(plan)[0].rows)[-1]
+    memory = report.sections(plan)[0]
+    assert memory.title.startswith("Memory of one device, MiB")  # a small model
+    assert f"{plan.moments[0].total / 2**20:.2f}" in np.array(memory.rows)[-1]
+
+
+def test_a_terminal_of_80_columns_shows_whole_words_and_figures(small):
+    _, plan = small
+    printed = io.StringIO()
+    report.print_plan(plan, Console(file=printed, width=80, force_terminal=True, color_system=None))
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = set(printed.getvalue().split())
+    for section in report.sections(plan):
+        words = {word for column in section.columns for word in column.split()}
+        words |= {word for row in section.rows for cell in row for word in cell.split()}
+        assert words <= shown
+
+
+def test_small_and_large_sizes_and_times_have_units_of_their_own():
+    assert report.duration(0.0005) == "500 µs"
+    assert report.duration(0.0704) == "70.4 ms"
+    assert [report.duration(s) for s in (1.44, 47.2, 600, 9000)] == ["1.44 s", "47 s", "10 min", "2.5 h"]
+    assert size_words(40 * 2**20) == "40.00 MiB"
+    assert size_words(31.24 * 2**30) == "31.24 GiB"

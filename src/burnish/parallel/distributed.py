@@ -164,8 +164,8 @@ def _without_others(error: BaseException) -> str:
         causes = _shared().key_value_dir_get(_FAILURES)
     known = "".join(f"; process {key.rpartition('/')[2]}: {text}" for key, text in causes)
     return (
-        f"process {jax.process_index()} cannot go on without the others, one of which has gone ({first}){known}. The "
-        "cause is what that one said last; start all of them again with resume=true"
+        f"process {jax.process_index()} cannot go on without the others, one of which has gone or is far behind "
+        f"({first}){known}. The cause is what that one said last; start all of them again with resume=true"
     )
 
 

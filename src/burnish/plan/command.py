@@ -17,6 +17,8 @@ from burnish.errors import BurnishError
 from burnish.parallel import absent_tpu
 from burnish.plan.chips import Topology, parse_topology
 
+_SPARSE_CORE_ALL_REDUCE = "xla_tpu_enable_sparse_core_collective_offload_all_reduce"
+
 
 def plan(cfg: PlanConfig) -> dict[str, Any]:
     """Make the plan, print it, write it where the options say, and return it as JSON-able values. Raises BurnishError
@@ -60,6 +62,10 @@ def prepare(topology: Topology, exact: bool) -> None:
     are asked for, and the optimisation level."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a run may have the library in use
+    if topology.chip.name == "tpu7x":
+        # libtpu 0.0.42.1 aborts the process where it compiles a small all-reduce for this chip's sparse cores.
+        args = os.environ.get("LIBTPU_INIT_ARGS", "")
+        os.environ["LIBTPU_INIT_ARGS"] = f"{args} --{_SPARSE_CORE_ALL_REDUCE}=false".strip()
     absent_tpu.settle()
     import jax
 

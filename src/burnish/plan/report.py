@@ -167,7 +167,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _print(console, line)
     for section in sections(plan):
         console.print()
-        console.print(_laid_out(section))
+        console.print(_laid_out(section, console.width), crop=False)
     if plan.assumptions:
         _print(console, "\nAssumed:", "bold")
         for line in plan.assumptions:
@@ -188,20 +188,20 @@ def _print(console: Console, line: str, style: str = "") -> None:
     console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
 
 
-def _laid_out(section: Section) -> Table:
-    """Lines are broken between words, never in a figure."""
+def _laid_out(section: Section, width: int) -> Table:
+    """Lines are broken between words, never in a figure; where that takes more than `width`, the table is wider."""
     table = Table(title=section.title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(section.columns):
-        cells = [row[i] for row in section.rows]
-        text = i == 0 or column == "mostly"
-        words = [*column.split(), *(word for cell in cells for word in (cell.split() if text else [cell]))]
-        table.add_column(
-            column,
-            justify="left" if text else "right",
-            header_style="dim",
-            overflow="fold",
-            min_width=max(map(len, words), default=0),
-        )
+    columns = [(column, *(row[i] for row in section.rows)) for i, column in enumerate(section.columns)]
+    texts = [i == 0 or column == "mostly" for i, column in enumerate(section.columns)]
+    whole = [max(map(len, cells)) for cells in columns]
+    least = [
+        max(len(word) for cell in cells for word in (cell.split() if text or cell == cells[0] else [cell]) or [""])
+        for text, cells in zip(texts, columns, strict=True)
+    ]
+    if sum(whole) + len(whole) > width:
+        whole = [max(least[0], width - sum(least[1:]) - len(least)), *least[1:]]
+    for column, text, size in zip(section.columns, texts, whole, strict=True):
+        table.add_column(column, justify="left" if text else "right", header_style="dim", overflow="fold", width=size)
     for row in section.rows:
         table.add_row(*map(Text, row))
     return table
