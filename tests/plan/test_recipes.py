@@ -53,6 +53,15 @@ def test_recipes_of_the_tutorials_ask_for_the_same(name):
         assert (cfg.rl.num_generations, cfg.rl.reshard_chunk_size) == (4, 4)
 
 
+def test_the_recipe_for_gpus_asks_for_the_work_of_the_tuned_one_for_tpus():
+    gpus, tpus = (
+        load_config(RunConfig, [str(RECIPES / f"llama3.1-8b-{name}.yaml")]) for name in ("h100-8", "v6e-8-tuned")
+    )
+    own = {"run_name", "chips_per_vm", "ici_fsdp_parallelism", "ici_tensor_parallelism"}
+    assert gpus.model_dump(exclude=own) == tpus.model_dump(exclude=own)
+    assert gpus.ici_fsdp_parallelism == 8
+
+
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_tuned_variants_have_all_devices_do_both(name):
     cfg = load_config(PlanConfig, [str(RECIPES / f"{name}-tuned.yaml"), f"topology={name[-6:].lstrip('-')}"])
