@@ -109,7 +109,7 @@ def test_when_one_is_killed_the_others_end_and_say_why_and_the_run_goes_on(start
         code = running.processes[0].wait(WAIT)
         assert time.monotonic() - since < 2 * HEARTBEAT_SECONDS
         assert code != 0
-        assert "one of which has gone" in running.log(0), running.log(0)
+        assert "cannot go on without the others" in running.log(0), running.log(0)
     saved = TrainingStore(run / "checkpoints" / "actor", keep=2).latest()
     assert saved >= 1
     logs = finish(start("killed", 2, 1, *LONG, "resume=true", f"num_batches={saved + 1}"))
@@ -190,14 +190,15 @@ def test_the_same_options_and_data_are_no_error(exchange):
     assert all(text.endswith("went on\n") for text in said)
 
 
-def test_one_that_fails_alone_ends_with_its_own_status_and_the_others_say_why(exchange):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_alone_ends_with_its_own_status_and_the_others_say_why(exchange, failing):
     since = time.monotonic()
-    statuses, said = exchange("alone", 0, 1, BURNISH_HEARTBEAT_SECONDS="400")
+    statuses, said = exchange(f"{failing} fails", 0, 1, BURNISH_HEARTBEAT_SECONDS="400")
     assert time.monotonic() - since < 400, "noticed by the heartbeat only"
-    assert statuses == [1, 3], said
-    assert "error: no room in /there" in said[1]
-    assert "one of which has gone" in said[0]
-    assert "process 1: no room in /there" in said[0]
+    assert (statuses[failing], statuses[1 - failing]) == (3, 1), said
+    assert "error: no room in /there" in said[failing]
+    expected = f"cannot go on without the others: process {failing} has failed: no room in /there"
+    assert expected in said[1 - failing]
 
 
 def test_processes_that_do_not_come_are_not_waited_for_without_end(exchange):
