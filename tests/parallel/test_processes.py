@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import tiny_runs
 from processes_of_a_run import HEARTBEAT_SECONDS, Processes
 
 from burnish.checkpoints.store import TrainingStore
 from burnish.observe.rollouts import read_rollouts
+from burnish.parallel import distributed
 from burnish.parallel.distributed import find_cluster
 from burnish.parallel.errors import ProcessError
 
@@ -206,6 +208,25 @@ def test_processes_that_do_not_come_are_not_waited_for_without_end(exchange):
     assert statuses == [1]
     assert "error: process 1 of 2, coordinator 127.0.0.1:" in said[0]
     assert "not all processes were there after 2 s" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_others"),
+    [
+        (ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        (ValueError("2 is no power of 3"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+    ],
+)
+def test_which_errors_say_that_another_process_has_gone(monkeypatch, error, of_others):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "_failure", lambda: None)
+    monkeypatch.setattr(distributed, "_announce", lambda error: None)
+    monkeypatch.setattr(distributed, "_all_come_to_the_end", lambda: True)
+    monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
+    with pytest.raises(ProcessError if of_others else type(error)), distributed.others_needed():
+        raise error
 
 
 # ---- who is one of how many ----

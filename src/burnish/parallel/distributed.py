@@ -164,7 +164,10 @@ def others_needed() -> Iterator[None]:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether JAX could not exchange something with another process; being out of memory is this one's own."""
+    """Whether something could not be exchanged with another process; being out of memory is this one's own. What Gloo,
+    which connects processes with CPU devices, says comes as ValueError where it says it as a program is started."""
+    if isinstance(error, ValueError):
+        return "Gloo" in str(error)
     return isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED")
 
 
