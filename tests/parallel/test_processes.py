@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import tiny_runs
 from processes_of_a_run import HEARTBEAT_SECONDS, Processes
@@ -19,6 +20,7 @@ from burnish.checkpoints.store import TrainingStore
 from burnish.config.overrides import load_config
 from burnish.config.schema import EvalConfig, GenerateConfig, SFTConfig
 from burnish.observe.rollouts import read_rollouts
+from burnish.parallel import distributed
 from burnish.parallel.distributed import find_cluster
 from burnish.parallel.errors import ProcessError
 from burnish.rl.evaluate_command import evaluate
@@ -115,7 +117,7 @@ def test_when_one_is_killed_the_others_end_and_say_why_and_the_run_goes_on(start
         code = running.processes[0].wait(WAIT)
         assert time.monotonic() - since < 2 * HEARTBEAT_SECONDS
         assert code != 0
-        assert "one of which has gone" in running.log(0), running.log(0)
+        assert "cannot go on without the others" in running.log(0), running.log(0)
     saved = TrainingStore(run / "checkpoints" / "actor", keep=2).latest()
     assert saved >= 1
     logs = finish(start("killed", 2, 1, *LONG, "resume=true", f"num_batches={saved + 1}"))
@@ -270,14 +272,15 @@ def test_the_same_options_and_data_are_no_error(exchange):
     assert all(text.endswith("went on\n") for text in said)
 
 
-def test_one_that_fails_alone_ends_with_its_own_status_and_the_others_say_why(exchange):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_alone_ends_with_its_own_status_and_the_others_say_why(exchange, failing):
     since = time.monotonic()
-    statuses, said = exchange("alone", 0, 1, BURNISH_HEARTBEAT_SECONDS="400")
+    statuses, said = exchange(f"{failing} fails", 0, 1, BURNISH_HEARTBEAT_SECONDS="400")
     assert time.monotonic() - since < 400, "noticed by the heartbeat only"
-    assert statuses == [1, 3], said
-    assert "error: no room in /there" in said[1]
-    assert "one of which has gone" in said[0]
-    assert "process 1: no room in /there" in said[0]
+    assert (statuses[failing], statuses[1 - failing]) == (3, 1), said
+    assert "error: no room in /there" in said[failing]
+    expected = f"cannot go on without the others: process {failing} has failed: no room in /there"
+    assert expected in said[1 - failing]
 
 
 def test_processes_that_do_not_come_are_not_waited_for_without_end(exchange):
@@ -285,6 +288,25 @@ def test_processes_that_do_not_come_are_not_waited_for_without_end(exchange):
     assert statuses == [1]
     assert "error: process 1 of 2, coordinator 127.0.0.1:" in said[0]
     assert "not all processes were there after 2 s" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_others"),
+    [
+        (ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        (ValueError("2 is no power of 3"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+    ],
+)
+def test_which_errors_say_that_another_process_has_gone(monkeypatch, error, of_others):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "_failure", lambda: None)
+    monkeypatch.setattr(distributed, "_announce", lambda error: None)
+    monkeypatch.setattr(distributed, "_all_come_to_the_end", lambda: True)
+    monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
+    with pytest.raises(ProcessError if of_others else type(error)), distributed.others_needed():
+        raise error
 
 
 # ---- who is one of how many ----

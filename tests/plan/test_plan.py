@@ -178,6 +178,11 @@ def test_where_a_plan_can_not_be_written_is_said_before_anything_is_compiled(opt
         assert f"{option}={path}" in str(refusal.value)
 
 
+def test_an_engine_that_can_not_be_planned_is_refused():
+    with pytest.raises(BurnishError, match="rollout_engine=vllm: memory and time of vLLM are not known to plan"):
+        load_config(PlanConfig, ["topology=v6e-8", "rollout_engine=vllm"])
+
+
 def test_lengths_that_do_not_fit_are_refused():
     with pytest.raises(Exception, match="prompt_tokens=300"):
         load_config(PlanConfig, ["topology=v6e-8", "prompt_tokens=300"])

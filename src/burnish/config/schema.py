@@ -198,6 +198,15 @@ class PlanConfig(RunConfig):
     )
 
     @model_validator(mode="after")
+    def _the_engine_can_be_planned(self) -> Self:
+        if self.rollout_engine != "builtin":
+            raise ValueError(
+                f"rollout_engine={self.rollout_engine}: memory and time of vLLM are not known to plan; give "
+                "rollout_engine=builtin to plan the run with the built-in engine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
         if self.resolved_prompt_tokens > self.max_prefill_predict_length:
             raise ValueError(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Timer
+from threading import Event, Thread, Timer
 from typing import Any
 
 import jax
@@ -28,11 +28,13 @@ EXPLICIT = ("BURNISH_COORDINATOR_ADDRESS", "BURNISH_NUM_PROCESSES", "BURNISH_PRO
 HEARTBEAT = "BURNISH_HEARTBEAT_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 100
 START_SECONDS = 300
-FAIL_TOGETHER_SECONDS = 10
+FAIL_TOGETHER_SECONDS = 30
 """How much later than the first the last process may come to an error that all of them have."""
 
-_FAILURES = "burnish/failures/"
-"""Where a process that fails says why, in what JAX's processes share."""
+WATCH_SECONDS = 2
+
+_FAILURE = "burnish/failure"
+"""Where the first process to fail says why, in what JAX's processes share."""
 
 
 @dataclass(frozen=True)
@@ -136,48 +138,77 @@ def _deadline(cluster: Cluster) -> Iterator[None]:
 @contextmanager
 def others_needed() -> Iterator[None]:
     """Within it no process is left waiting for one that has failed. What fails in all of them alike goes its way. One
-    that fails alone tells the others why and leaves at once, so that they notice at their next exchange; what JAX says
-    there becomes a ProcessError with that cause."""
+    that fails alone tells the others why, and all end within FAIL_TOGETHER_SECONDS, whatever they wait for. Of one
+    that is gone without a word JAX says something at the next exchange, which becomes a ProcessError."""
+    if jax.process_count() == 1:
+        yield
+        return
+    over = Event()
+    Thread(target=_watch, args=(over,), daemon=True).start()
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if jax.process_count() > 1:
-            if _is_of_others(error):
-                atexit.register(_leave, ProcessError.exit_code)
-                raise ProcessError(_without_others(error)) from error
-            if isinstance(error, KeyboardInterrupt):
-                atexit.register(_leave, 130)
-            elif not _all_fail(error):
-                atexit.register(_leave, getattr(error, "exit_code", 1))
+        over.set()
+        if _is_of_others(error):
+            atexit.register(_leave, ProcessError.exit_code)
+            first = str(error).strip().splitlines()[0]
+            raise ProcessError(_without_others(_failure() or f"one has gone or is far behind ({first})")) from error
+        _announce(error)
+        if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C: whoever presses it does not want to wait
+            atexit.register(_leave, 130)
+        elif not _all_come_to_the_end():
+            atexit.register(_leave, getattr(error, "exit_code", 1))
         raise
+    finally:
+        over.set()
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether JAX could not exchange something with another process; being out of memory is this one's own."""
+    """Whether something could not be exchanged with another process; being out of memory is this one's own. What Gloo,
+    which connects processes with CPU devices, says comes as ValueError where it says it as a program is started."""
+    if isinstance(error, ValueError):
+        return "Gloo" in str(error)
     return isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED")
 
 
-def _without_others(error: BaseException) -> str:
-    first = str(error).strip().splitlines()[0]
-    causes: list[tuple[str, str]] = []
-    with suppress(RuntimeError):  # the process that keeps them may be the one that has gone
-        causes = _shared().key_value_dir_get(_FAILURES)
-    known = "".join(f"; process {key.rpartition('/')[2]}: {text}" for key, text in causes)
+def _without_others(why: str) -> str:
     return (
-        f"process {jax.process_index()} cannot go on without the others, one of which has gone or is far behind "
-        f"({first}){known}. The cause is what that one said last; start all of them again with resume=true"
+        f"process {jax.process_index()} cannot go on without the others: {why}. The cause is what that one said last; "
+        "start all of them again with resume=true"
     )
 
 
-def _all_fail(error: Exception) -> bool:
-    """Whether the others fail, too, within seconds; they are told of this failure first."""
-    client = _shared()
+def _announce(error: BaseException) -> None:
+    text = f"process {jax.process_index()} has failed: {str(error) or type(error).__name__}"
+    with suppress(RuntimeError):  # another one was first, or the one that keeps it has gone
+        _shared().key_value_set(_FAILURE, text)
+
+
+def _all_come_to_the_end() -> bool:
+    """Whether the others fail, too, soon enough."""
     try:
-        client.key_value_set(f"{_FAILURES}{jax.process_index()}", str(error) or type(error).__name__, True)
-        client.wait_at_barrier("burnish/all-fail", FAIL_TOGETHER_SECONDS * 1000)
+        _shared().wait_at_barrier("burnish/failed", FAIL_TOGETHER_SECONDS * 1000)
     except RuntimeError:
         return False
     return True
+
+
+def _failure() -> str | None:
+    """What the first process to fail said; None while none has, and where the process that keeps it has gone."""
+    try:
+        return str(_shared().key_value_try_get(_FAILURE))
+    except RuntimeError:
+        return None
+
+
+def _watch(over: Event) -> None:
+    """Ends this process when another one has failed and it does not come to an error itself: it may be waiting for that
+    one in a program on its devices, which nothing interrupts."""
+    while not over.wait(WATCH_SECONDS):
+        why = _failure()
+        if why and not over.wait(FAIL_TOGETHER_SECONDS / 2):
+            print(f"error: {_without_others(why)}", file=sys.stderr)
+            _leave(ProcessError.exit_code)
 
 
 def _shared() -> Any:
