@@ -35,7 +35,7 @@ def longer_rows(
         return None
     assert chip.link_bandwidth is not None
     now, longest = (workload(cfg, spec, *shards, longest=which) for which in (False, True))
-    found = None
+    found: tuple[int, Workload, int] | None = None
     for factor in (2, 4, 8):
         wider = cfg.model_copy(update={"train_row_tokens": factor * max(cfg.train_row_tokens, longest.row_length)})
         then, longest_then = (workload(wider, spec, *shards, longest=which) for which in (False, True))
