@@ -19,11 +19,13 @@ from burnish.errors import BurnishError
 from burnish.models.params import init_params
 from burnish.models.spec import ExpertsSpec
 from burnish.plan import command, make, report
+from burnish.plan.advice import longer_rows
 from burnish.plan.chips import CHIPS, Topology, parse_topology
 from burnish.plan.counts import matrices_read
 from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic, estimate
+from burnish.plan.hlo import Collective
 from burnish.plan.programs import out_of_memory
-from burnish.plan.result import size_words
+from burnish.plan.result import Memory, Moment, Program, size_words
 from burnish.plan.search import search
 from burnish.rollout import decode
 
@@ -205,6 +207,7 @@ SIZES = Sizes(
     trainer=Split(tensor=1, expert=1, groups=8),
     sampler=Split(tensor=1, expert=1, groups=8),
     shared=True,
+    copied=False,
     state_bytes=10**9,
     master_bytes=10**9,
     view_bytes=10**9,
@@ -246,7 +249,7 @@ def test_a_device_reads_its_part_of_the_weights_and_of_the_experts_that_its_grou
 def test_sampling_and_training_overlap_only_on_devices_of_their_own():
     planned = setting("num_test_batches=0")
     topology = parse_topology("v6e-8")
-    own = dataclasses.replace(SIZES, shared=False)
+    own = dataclasses.replace(SIZES, shared=False, copied=True)
     steps = {
         off_policy: estimate(
             planned.spec,
@@ -261,6 +264,33 @@ def test_sampling_and_training_overlap_only_on_devices_of_their_own():
     seconds = [p.seconds for p in steps[True].phases]
     assert steps[False].step == pytest.approx(sum(seconds))
     assert steps[True].step == pytest.approx(max(sum(seconds[:2]), sum(seconds[2:])))
+
+
+def longer_rows_of(planned, sent, temporaries, topology):
+    """The advice for an update that sends so many bytes along fsdp in every pass, and as many along tensor."""
+    along = [Collective("collective-permute", sent, (axis,), 2, 1.0, "") for axis in ("fsdp", "tensor")]
+    gradients = Program("gradients", "all devices", 1, Memory(0, 0, 0, temporaries, 0), tuple(along), 0.0)
+    w = planned.expected
+    traffic = {"gradients": Traffic.of(along)}
+    made = estimate(planned.spec, topology, w, SIZES, traffic, Assumptions())
+    moments = [Moment("gradients", "all devices", {make.WEIGHTS: 2**30, make.TEMPORARIES: temporaries})]
+    return longer_rows(planned.cfg, planned.spec, topology, (1, 1), gradients, moments, made, Assumptions())
+
+
+def test_longer_rows_are_advised_where_exchange_is_most_of_the_update_and_memory_is_free():
+    planned = setting("train_row_tokens=96")  # one completion of 32 tokens after a prompt of 64 in each row
+    topology = parse_topology("v6e-8")
+    now, GB = planned.expected, 10**9
+    assert (now.row_length, now.micro_batches) == (96, 32)
+    advice = longer_rows_of(planned, GB, 2**30, topology)
+    # A prompt with all its completions is 192 tokens; four of them are 768.
+    assert "train_row_tokens=768 " in advice
+    assert "2 forward and backward passes in place of 32" in advice
+    assert f"send {30 * GB / 2**30:.2f} GiB less" in advice  # along fsdp alone
+    assert f"at most {1 + 768 / 96:.2f} GiB of 31.24 GiB" in advice
+    assert "train_row_tokens=192 " in longer_rows_of(planned, GB, 12 * 2**30, topology)  # 768 would need 97 GiB
+    assert longer_rows_of(planned, GB, 29 * 2**30, topology) is None
+    assert longer_rows_of(planned, 10, 2**30, topology) is None
 
 
 def test_tables_have_a_cell_for_every_column(small):

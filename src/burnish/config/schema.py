@@ -183,8 +183,8 @@ class PlanConfig(RunConfig):
     )
     search: bool = option(
         False,
-        "Where the run does not fit, look for the nearest settings that do: micro-batch, remat_policy, optimizer, mesh "
-        "and completions sampled at the same time",
+        "Where the run does not fit, look for the nearest settings that do: micro-batch, row length, remat_policy, "
+        "optimizer, mesh and completions sampled at the same time",
     )
     search_seconds: int = option(600, "Longest time that the search may take", unit="seconds", ge=1)
     json_file: str | None = option(None, "File to write the plan to, as JSON", default_words="not written")

@@ -10,7 +10,7 @@ a kernel without a TPU.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class _Sees:
         blocks of queries last."""
         number = jnp.where(parts < 0, pl.program_id(2), pl.program_id(1))
         # Of a square block both numbers add up to what is left when the key's is taken away.
-        both = sum(jax.lax.broadcasted_iota(jnp.int32, key.shape, axis) for axis in (0, 1))
+        both = jax.lax.broadcasted_iota(jnp.int32, key.shape, 0) + jax.lax.broadcasted_iota(jnp.int32, key.shape, 1)
         query = number * self.block + both - key % self.block
         return self.at(query, parts, key)
 
@@ -115,7 +115,7 @@ def splash_attention(plan: SplashPlan, score: Scoring, window: int | None, *, in
     def one_row(plan: SplashPlan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         number = jnp.arange(J, dtype=jnp.int32)
 
-        def info(of: jax.Array, parts: jax.Array) -> splash.mask_info_lib.MaskInfo:
+        def info(of: jax.Array, parts: Any) -> splash.mask_info_lib.MaskInfo:
             # What is read ahead, in blocks; of those that are skipped always the same one.
             ahead = jnp.where(plan.blocks, of, 0).astype(jnp.int8 if J < 128 else jnp.int32)
             return splash.mask_info_lib.MaskInfo(ahead[None], None, plan.blocks[None].astype(jnp.int8), None, parts)
@@ -134,7 +134,8 @@ def splash_attention(plan: SplashPlan, score: Scoring, window: int | None, *, in
             mask_function=_Sees(block, window),
             interpret=pltpu.InterpretParams() if interpret else False,
         )
-        return kernel(q, k, v, splash.SegmentIds(plan.segments, plan.segments))
+        out: Any = kernel(q, k, v, splash.SegmentIds(plan.segments, plan.segments))
+        return out
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         N = q.shape[-1]

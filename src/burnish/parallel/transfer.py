@@ -168,7 +168,7 @@ def way_to(layout: NamedSharding, source: Sharding, shape: tuple[int, ...], stac
         return (layout,)
     if stacked:
         source, shape = NamedSharding(source.mesh, PartitionSpec(*source.spec[1:])), shape[1:]
-    fine = _common(source.mesh, layout.mesh)
+    fine = _common(_mesh(source), _mesh(layout))
     if fine is None:
         return (source, layout)
     have, want = (_spread_over(fine, x, len(shape)) for x in (source, layout))
@@ -198,7 +198,7 @@ def _common(a: Mesh, b: Mesh) -> Mesh | None:
 def _spread_over(fine: Mesh, sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     """For each of an array's axes the axes of a finer mesh that it is split over."""
     mesh = sharding.mesh
-    names = dict.fromkeys(mesh.axis_names, ())
+    names: dict[str, tuple[str, ...]] = dict.fromkeys(mesh.axis_names, ())
     left = list(fine.axis_names)
     for axis, size in mesh.shape.items():
         while math.prod(fine.shape[n] for n in names[axis]) < size:

@@ -133,6 +133,7 @@ class Sizes:
     trainer: Split
     sampler: Split
     shared: bool  # the same devices do both
+    copied: bool  # weights that are laid out for the sampler go to other devices then, or to the same in another order
     state_bytes: int  # per trainer device: weights, optimizer state and gradients
     master_bytes: int  # per trainer device: weights
     view_bytes: int  # per sampler device: weights
@@ -209,7 +210,7 @@ def estimate(
     )
     moved = sizes.master_bytes + sizes.view_bytes
     transfer = sent("transfer", 1)
-    if not sizes.shared:
+    if sizes.copied:
         transfer = Traffic(transfer.sent + sizes.view_bytes, transfer.count + w.num_leaves)
     phases.append(clock.phase("weights to the sampler", 0.0, 0.0, moved, transfer, 1, matrices=False))
 

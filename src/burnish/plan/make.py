@@ -13,6 +13,7 @@ from burnish.models.params import num_params
 from burnish.models.spec import ModelSpec
 from burnish.parallel import rules
 from burnish.plan import estimate as estimates
+from burnish.plan.advice import longer_rows
 from burnish.plan.chips import Topology
 from burnish.plan.estimate import Assumptions, Sizes, Split, Traffic
 from burnish.plan.programs import HANDOVER, Job, Sampler, Trainer, compile_job, device_bytes, handover_jobs
@@ -107,6 +108,14 @@ def make_plan(
         moved = [(Traffic.of(p.collectives), p.per_step) for p in programs if p.name.startswith(HANDOVER)]
         traffic["transfer"] = Traffic(sum(t.sent * n for t, n in moved), sum(t.count * n for t, n in moved))
         estimate = estimates.estimate(setting.spec, setting.topology, w, sizes(setting), traffic, assume)
+    advice = None
+    if estimate:
+        shards = (
+            rules.ways("batch", setting.trainer.updater.mesh.shape),
+            rules.ways("batch", setting.sampler.mesh.shape),
+        )
+        gradients = next(p for p in programs if p.name == "gradients")
+        advice = longer_rows(setting.cfg, setting.spec, setting.topology, shards, gradients, moments, estimate, assume)
     hours = estimates.chip_hours(estimate.run, setting.topology) if estimate else None
     cfg = setting.cfg
     given = {k: v for k, v in cfg.public_dump().items() if k in cfg.model_fields_set}
@@ -126,6 +135,7 @@ def make_plan(
         moments=tuple(moments),
         estimate=estimate,
         assumptions=tuple(assume.describe(w, setting.topology.chip)) if estimate else (),
+        advice=(advice,) if advice else (),
         chip_hours=hours,
         price=None if hours is None else estimates.price(hours, cfg.price_per_chip_hour),
         seconds=time.perf_counter() - start,
@@ -144,6 +154,7 @@ def sizes(setting: Setting) -> Sizes:
         trainer=_split(trainer.updater.mesh),
         sampler=_split(sampler.mesh),
         shared=setting.shared,
+        copied=list(trainer.updater.mesh.devices.flat) != list(sampler.mesh.devices.flat),
         state_bytes=device_bytes(trainer.state) + device_bytes(trainer.grads),
         master_bytes=device_bytes(trainer.state.params),
         view_bytes=device_bytes(sampler.view),

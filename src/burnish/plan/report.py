@@ -150,6 +150,7 @@ def closing(plan: Plan) -> list[str]:
     else:
         lines.append("No times are estimated: the rates of these devices are not known")
     lines.append(plan.verdict())
+    lines += [f"{advice}." for advice in plan.advice]
     lines.append(_ACCOUNT)
     return lines
 
@@ -248,6 +249,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "estimate": None if plan.estimate is None else dataclasses.asdict(plan.estimate)
         | {"tokens_per_second": plan.estimate.tokens_per_second},
         "assumptions": list(plan.assumptions),
+        "advice": list(plan.advice),
         "chip_hours": plan.chip_hours,
         "price": plan.price,
         "options": dict(plan.options),

@@ -82,6 +82,7 @@ class Plan:
     moments: tuple[Moment, ...]
     estimate: Estimate | None
     assumptions: tuple[str, ...]
+    advice: tuple[str, ...]  # what would make it faster
     chip_hours: float | None
     price: float | None
     seconds: float  # that planning took

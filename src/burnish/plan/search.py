@@ -1,8 +1,8 @@
 """Looks for the nearest settings of a run that fit its devices.
 
-Every combination of micro-batch, recomputation, optimizer, meshes and slots has a distance from what was asked for,
-and bytes that can be reckoned at once: all but the temporaries exactly, those roughly. The nearest ones that should
-fit are compiled, one after the other, until one does or the time is up.
+Every combination of micro-batch, row length, recomputation, optimizer, meshes and slots has a distance from what was
+asked for, and bytes that can be reckoned at once: all but the temporaries exactly, those roughly. The nearest ones that
+should fit are compiled, one after the other, until one does or the time is up.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from burnish.rl.logprobs import CHUNK_TOKENS, KEEP_BYTES
 MOST_COMPILED = 24
 """Candidates that are compiled at most."""
 
-_PASSING = ("train_micro_batch_size", "remat_policy", "max_num_seqs")
+_PASSING = ("train_micro_batch_size", "train_row_tokens", "remat_policy", "max_num_seqs")
 _LASTING = (WEIGHTS, OPTIMIZER, GRADIENTS, REFERENCE, VIEW)
 
 
@@ -76,7 +76,7 @@ def search(
     for distance, changes in _combinations(cfg, topology):
         if time.monotonic() > end:
             break
-        # What is held whatever the micro-batch, recomputation and slots.
+        # What is held whatever the micro-batch, rows, recomputation and slots.
         lasting = tuple((name, value) for name, value in changes.items() if name not in _PASSING)
         if lasting in hopeless:
             continue
@@ -128,7 +128,14 @@ def _setting(
 
 def _combinations(cfg: PlanConfig, topology: Topology) -> Iterator[tuple[float, dict[str, Any]]]:
     """All combinations of changes, the nearest first."""
-    choices = [_micro_batches(cfg), _remats(cfg), _optimizers(cfg), _slots(cfg), _trainer_meshes(cfg, topology)]
+    choices = [
+        _micro_batches(cfg),
+        _row_lengths(cfg),
+        _remats(cfg),
+        _optimizers(cfg),
+        _slots(cfg),
+        _trainer_meshes(cfg, topology),
+    ]
     every = [
         (sum(c.distance for c in combination), {k: v for c in combination for k, v in c.options.items()})
         for combination in itertools.product(*choices)
@@ -142,6 +149,20 @@ def _micro_batches(cfg: PlanConfig) -> list[_Choice]:
     now = cfg.resolved_train_micro_batch_size
     smaller = [n for n in range(now - 1, 0, -1) if cfg.batch_size % n == 0]
     return [_Choice({}, 0), *(_Choice({"train_micro_batch_size": n}, 1 + 0.1 * i) for i, n in enumerate(smaller))]
+
+
+def _row_lengths(cfg: PlanConfig) -> list[_Choice]:
+    """Shorter rows need less for activations and send more; so long ones that all fit one micro-batch need no room for
+    a sum of gradients beside the new ones. Beyond the longest sequence and all of a step nothing changes."""
+    now = cfg.train_row_tokens
+    step = cfg.batch_size * cfg.rl.num_generations * cfg.max_target_length
+    shorter = [now // n for n in (2, 4) if now // n >= cfg.max_target_length]
+    longer = [now * n for n in (2, 4) if now * n < 2 * step]
+    return [
+        _Choice({}, 0),
+        *(_Choice({"train_row_tokens": n}, 0.9 + 0.1 * i) for i, n in enumerate(shorter)),
+        *(_Choice({"train_row_tokens": n}, 0.8 + 0.1 * i) for i, n in enumerate(longer)),
+    ]
 
 
 def _remats(cfg: PlanConfig) -> list[_Choice]:
@@ -236,7 +257,8 @@ def _training_temporaries(setting: Setting, *, backward: bool) -> int:
     if backward:
         per_layer = {"full": 0.0, "minimal": products, "none": 3 * products}[setting.cfg.remat_policy]
         kept = spec.num_layers * (tokens * spec.d_model * item + per_layer)
-    at_work = 3 * products + tokens * w.row_length
+    masks = 0 if setting.topology.chip.platform == "tpu" else tokens * w.row_length  # kernels make them as they go
+    at_work = 3 * products + masks
     logits = min(tokens, CHUNK_TOKENS) * spec.vocab_size / tensor * 4 * 3
     if backward:
         all_logits = tokens * spec.vocab_size / tensor * 4
