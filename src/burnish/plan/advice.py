@@ -8,7 +8,7 @@ from burnish.config.schema import PlanConfig
 from burnish.models.spec import ModelSpec
 from burnish.plan.chips import Topology
 from burnish.plan.estimate import Assumptions, Estimate
-from burnish.plan.result import Moment, Program, gib
+from burnish.plan.result import Moment, Program, size_words
 from burnish.plan.workload import Workload, workload
 
 _PER_PASS = {"data", "fsdp"}
@@ -52,8 +52,8 @@ def longer_rows(
     seconds = saved * cfg.rl.num_iterations / (2 * chip.link_bandwidth * assume.link_share)
     return (
         f"Exchange between chips takes most of the update: train_row_tokens={row_tokens} would do with "
-        f"{then.micro_batches} forward and backward passes in place of {now.micro_batches}, send {gib(saved)} less per "
-        f"update and device (about {seconds:.2g} s less per step), and need at most {gib(needed)} of {gib(chip.memory)}"
+        f"{then.micro_batches} forward and backward passes in place of {now.micro_batches}, send {size_words(saved)} less per "
+        f"update and device (about {seconds:.2g} s less per step), and need at most {size_words(needed)} of {size_words(chip.memory)}"
     )
 
 

@@ -142,8 +142,9 @@ def closing(plan: Plan) -> list[str]:
             f"Estimated: {_seconds(e.step)} per step, {e.tokens_per_second:,.0f} sampled tokens/s, "
             f"{e.share_of_peak:.1%} of peak; {plan.workload.steps} steps and the evaluations take {duration(e.run)}"
         )
+        hours = plan.chip_hours or 0.0
         lines.append(
-            f"That is {f'{plan.chip_hours:.2f}' if plan.chip_hours >= 0.01 else 'less than 0.01'} chip-hours"
+            f"That is {f'{hours:.2f}' if hours >= 0.01 else 'less than 0.01'} chip-hours"
             + ("" if plan.price is None else f", which cost {plan.price:,.2f}")
             + f" (at best {duration(e.step_at_best * plan.workload.steps)} for the steps)"
         )
