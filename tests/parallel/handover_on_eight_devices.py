@@ -1,5 +1,6 @@
 """`python handover_on_eight_devices.py FILE`: one layer out of a stack, from one mesh of 8 virtual devices to another:
-what arrives, how it is split, and the largest result of a collective. Written as JSON; XLA_FLAGS must ask for 8 devices."""
+what arrives, how it is split, and the largest result of a collective. Written as JSON; XLA_FLAGS must ask for
+8 devices."""
 
 import json
 import math

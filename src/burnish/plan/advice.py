@@ -50,10 +50,11 @@ def longer_rows(
     row_tokens, then, needed = found
     saved = _sent(gradients, now, now) - _sent(gradients, now, then)
     seconds = saved * cfg.rl.num_iterations / (2 * chip.link_bandwidth * assume.link_share)
+    less, most, memory = size_words(saved), size_words(needed), size_words(chip.memory)
     return (
         f"Exchange between chips takes most of the update: train_row_tokens={row_tokens} would do with "
-        f"{then.micro_batches} forward and backward passes in place of {now.micro_batches}, send {size_words(saved)} less per "
-        f"update and device (about {seconds:.2g} s less per step), and need at most {size_words(needed)} of {size_words(chip.memory)}"
+        f"{then.micro_batches} forward and backward passes in place of {now.micro_batches}, send {less} less per "
+        f"update and device (about {seconds:.2g} s less per step), and need at most {most} of {memory}"
     )
 
 

@@ -1,7 +1,8 @@
 """GPUs that are not there, for the compiler: JAX's CUDA plugin compiles for a GPU that is described to it.
 
 The description has the hardware's figures as XLA's own description of the H100 SXM gives them (openxla/xla,
-backends/gpu/target_config/specs), with memory and its bandwidth from `chips`. Without a GPU nothing is tuned by trial: the compiler takes its own guess for every matrix product.
+backends/gpu/target_config/specs), with memory and its bandwidth from `chips`. Without a GPU
+nothing is tuned by trial: the compiler takes its own guess for every matrix product.
 """
 
 import importlib.util
