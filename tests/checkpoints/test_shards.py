@@ -4,7 +4,7 @@ and MaxText's, there with chunks of single tensors and with chunks that span all
 import jax
 import numpy as np
 import pytest
-from burnish.checkpoints.convert import load_maxtext
+from burnish.checkpoints.sources import load_maxtext
 from family_variants import family_config, family_tensors
 from llama_variants import write_checkpoint
 from rich.console import Console
