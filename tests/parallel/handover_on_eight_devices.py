@@ -1,6 +1,5 @@
 """`python handover_on_eight_devices.py FILE`: one layer out of a stack, from one mesh of 8 virtual devices to another:
-what arrives, how it is split, and the largest result of a collective. Written as JSON; XLA_FLAGS must ask for
-8 devices."""
+what arrives, how it is split, and the largest result of a collective. Written as JSON; XLA_FLAGS must ask for 8."""
 
 import json
 import math
@@ -21,6 +20,7 @@ MOVES = {
     "all fsdp to copies of tensor": (MeshSizes(fsdp=8), MeshSizes(data=2, tensor=4)),
     "fsdp and tensor to tensor": (MeshSizes(fsdp=4, tensor=2), MeshSizes(tensor=8)),
     "experts to experts and tensor": (MeshSizes(fsdp=2, expert=4), MeshSizes(expert=2, tensor=4)),
+    "all axes to experts and tensor": (MeshSizes(fsdp=2, expert=2, tensor=2), MeshSizes(expert=4, tensor=2)),
     "to copies": (MeshSizes(fsdp=4, tensor=2), MeshSizes(data=8)),
 }
 ARRAYS = {

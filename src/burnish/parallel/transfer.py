@@ -161,8 +161,8 @@ def way_to(layout: NamedSharding, source: Sharding, shape: tuple[int, ...], stac
     devices in the same order, in steps each of which the compiler knows a small exchange for.
 
     Left to itself, the compiler gathers whole arrays where parts of the source are on several devices, or parts of the
-    result are. Steps: as it is; each device its part of what it has, and parts of one axis for parts of another; those
-    in the wanted order; what is still split and shall not be is gathered.
+    result are. Steps: as it is; each device its part of what it has; parts of one axis for parts of another; those in
+    the wanted order; what is still split and shall not be is gathered.
     """
     if not isinstance(source, NamedSharding) or source.mesh.size == 1:
         return (layout,)
@@ -172,16 +172,20 @@ def way_to(layout: NamedSharding, source: Sharding, shape: tuple[int, ...], stac
     if fine is None:
         return (source, layout)
     have, want = (_spread_over(fine, x, len(shape)) for x in (source, layout))
-    wanted = {name for axis in want for name in axis}
-    kept = [tuple(n for n in axis if n not in wanted or n in aim) for axis, aim in zip(have, want, strict=True)]
-    exchanged = [(*axis, *(n for n in aim if n not in axis)) for axis, aim in zip(kept, want, strict=True)]
-    ordered = [(*aim, *(n for n in axis if n not in aim)) for axis, aim in zip(exchanged, want, strict=True)]
-    steps = [have, exchanged, ordered, want]
-    if any(
-        size % math.prod(fine.shape[n] for n in axis) for step in steps for size, axis in zip(shape, step, strict=True)
-    ):
+    held = {name for axis in have for name in axis}
+    # New parts cost nothing; of those that go to another axis one at a time, for the compiler knows no two at once.
+    step = [(*axis, *(n for n in aim if n not in held)) for axis, aim in zip(have, want, strict=True)]
+    steps = [have, step]
+    for to, aim in enumerate(want):
+        for name in aim:
+            if name not in step[to]:
+                step = [tuple(n for n in axis if n != name) for axis in step]
+                step[to] = (*step[to], name)
+                steps.append(step)
+    steps += [[(*aim, *(n for n in axis if n not in aim)) for axis, aim in zip(step, want, strict=True)], want]
+    if any(size % math.prod(fine.shape[n] for n in axis) for x in steps for size, axis in zip(shape, x, strict=True)):
         return (source, layout)
-    way = [NamedSharding(fine, PartitionSpec(*(axis or None for axis in step))) for step in steps[:-1]]
+    way = [NamedSharding(fine, PartitionSpec(*(axis or None for axis in x))) for x in steps[:-1]]
     return (*(x for i, x in enumerate(way) if i == 0 or x != way[i - 1]), layout)
 
 
