@@ -173,7 +173,10 @@ class Worker:
             )
         options = dict(message["options"])
         if current_platform.is_cpu():
-            options["enforce_eager"] = True  # compiling takes minutes there and gains little
+            # Compiling takes minutes there, and a C++ compiler, and gains little.
+            options["enforce_eager"] = True
+            torch._dynamo.config.disable = True  # for functions of the sampler, which are compiled all the same
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # the same in processes that vLLM starts
             options["kv_cache_memory_bytes"] = message["cpu_cache_bytes"]
             if options["async_scheduling"]:
                 raise ValueError("async_scheduling=true has no effect on a CPU, where vLLM schedules in turn")
