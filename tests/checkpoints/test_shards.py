@@ -4,7 +4,6 @@ and MaxText's, there with chunks of single tensors and with chunks that span all
 import jax
 import numpy as np
 import pytest
-from burnish.checkpoints.sources import load_maxtext
 from family_variants import family_config, family_tensors
 from llama_variants import write_checkpoint
 from rich.console import Console
@@ -14,6 +13,7 @@ from burnish.checkpoints.convert_commands import convert
 from burnish.checkpoints.hf_import import load_params
 from burnish.checkpoints.hf_rows import RowReader
 from burnish.checkpoints.orbax_files import OrbaxReader
+from burnish.checkpoints.sources import load_maxtext
 from burnish.config.schema import ConvertConfig
 from burnish.models.families import spec_from_hf
 from burnish.models.params import ParamInfo, param_infos

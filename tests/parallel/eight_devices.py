@@ -21,6 +21,7 @@ from burnish.models import decoder
 from burnish.models.params import head, init_params, param_shardings
 from burnish.models.spec import ExpertsSpec
 from burnish.parallel.mesh import MeshSizes, make_mesh, on
+from burnish.plan import hlo
 from burnish.rl.advantages import group_advantages
 from burnish.rl.logprobs import selected_logprobs
 from burnish.rl.optimizer import OptimizerOptions
@@ -40,15 +41,17 @@ MESHES = {
     "fsdp4tensor2": MeshSizes(fsdp=4, tensor=2),
     "fsdp2tensor4": MeshSizes(fsdp=2, tensor=4),  # more devices than kv heads
     "fsdp2expert2tensor2": MeshSizes(fsdp=2, expert=2, tensor=2),
+    "data2fsdp2tensor2": MeshSizes(data=2, fsdp=2, tensor=2),
+    "data2fsdp2expert2": MeshSizes(data=2, fsdp=2, expert=2),
 }
 VALUES = {
     "dense": ("one", "data8", "fsdp8", "fsdp4tensor2", "fsdp2tensor4"),
     "experts": ("one", "fsdp2expert2tensor2"),
 }
 RUNS = {
-    ("dense", "adamw"): ("one", "data8", "fsdp8", "fsdp4tensor2"),
+    ("dense", "adamw"): ("one", "data8", "fsdp8", "fsdp4tensor2", "data2fsdp2tensor2"),
     ("dense", "adafactor"): ("one", "data8", "fsdp4tensor2", "fsdp2tensor4"),
-    ("experts", "adamw"): ("one", "fsdp2expert2tensor2"),
+    ("experts", "adamw"): ("one", "fsdp2expert2tensor2", "data2fsdp2expert2"),
     ("experts", "adafactor"): ("one", "fsdp2expert2tensor2"),
 }
 STEPS = 3
@@ -104,7 +107,9 @@ def train(spec, mesh, kind):
     with on(mesh):
         batch = updater._put(packed.micro_batches[0])
         gradients = updater._gradients.lower(state.params, batch, packed.denominators).compile()
-    return state, metrics, facts(updater, state, batch, gradients, len(packed.micro_batches))
+        shapes = updater.gradient_shapes(state.params)
+        update = updater._apply.lower(state, shapes).compile() if mesh.shape["data"] > 1 else None
+    return state, metrics, facts(updater, state, batch, gradients, update, len(packed.micro_batches))
 
 
 def exact_weights(spec, kind):
@@ -122,20 +127,29 @@ def steps(updater, params):
     """Three updates: the state, metrics and the last step's rows."""
     state = updater.init(params)
     rollouts = groups(6, seed=1, vocab_size=updater.spec.vocab_size, prompt_tokens=5, lengths=(3, 9, 23))
+    # Several micro-batches also for copies of the weights that sum up their own.
+    max_groups = 1 if updater.mesh.shape["data"] == 2 else 3
     metrics = []
     for step in range(STEPS):
         rewards = np.random.default_rng(step).integers(0, 2, (len(rollouts), 4)).astype(np.float64)
         valid = np.ones(rewards.shape, bool)
         packed = pack(
-            rollouts, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=3, rows=updater.rows
+            rollouts, group_advantages(rewards, valid), valid, max_tokens=128, max_groups=max_groups, rows=updater.rows
         )
         state, found, _ = updater.step(state, packed)
         metrics.append({k: float(found[k]) for k in ("grad_norm", "entropy", "update_norm", "ratio_max")})
     return state, metrics, packed
 
 
-def facts(updater, state, batch, gradients, micro_batches):
-    """Sizes on a device in relation to the whole, collectives and the largest arrays of the compiled gradient."""
+def exchanged(compiled, mesh):
+    """Every collective of a compiled program: kind, mesh axes, bytes, and the operation that it belongs to."""
+    found = hlo.collectives(compiled.as_text(), dict(mesh.shape))
+    return [[c.kind, c.axes, c.size, c.source] for c in found for _ in range(int(c.trips))]
+
+
+def facts(updater, state, batch, gradients, update, micro_batches):
+    """Sizes on a device in relation to the whole, collectives and the largest arrays of the compiled gradient, and
+    what the compiled update of several copies of the weights exchanges and reuses."""
     split = {}
     for name, tree in (("params", state.params), ("moments", state.opt_state)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -148,7 +162,15 @@ def facts(updater, state, batch, gradients, micro_batches):
         shapes = {shape for line in lines for shape in re.findall(r"\[([0-9,]*)\]", line)}
         collectives[kind] = sorted([int(n) for n in shape.split(",") if n] for shape in shapes)
     shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"f32\[([0-9,]+)\]", text)}
-    return {
+    about_update = {}
+    if update is not None:
+        memory = update.memory_analysis()
+        about_update = {
+            "update": exchanged(update, updater.mesh),
+            "update_reuses": [memory.alias_size_in_bytes, memory.argument_size_in_bytes],
+        }
+    return about_update | {
+        "gradients": exchanged(gradients, updater.mesh),
         "split": split,
         "collectives": collectives,
         "shapes": sorted(shapes),

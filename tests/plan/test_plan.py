@@ -153,6 +153,10 @@ def test_a_slice_of_tpus_is_planned_without_one(tmp_path):
         "weights to the sampler, rest",
     }
     assert all(p["memory"] for p in plan["programs"])
+    programs = {p["name"]: p["collectives"] for p in plan["programs"]}
+    along_data = {name: [c for c in programs[name] if "data" in c["axes"]] for name in ("gradients", "optimizer")}
+    sent = {name: sum(c["sent_bytes"] for c in found) for name, found in along_data.items()}
+    assert sent["optimizer"] > 20 * sent["gradients"]  # copies exchange gradients once an update
     assert plan["estimate"]["step"] > plan["estimate"]["step_at_best"] > 0
     assert plan["price"] == pytest.approx(2 * plan["chip_hours"], abs=0.01)
     assert "by the compiler's account" in printed

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +151,21 @@ def test_gspo_weighs_every_token_by_its_completions_ratio():
     s = np.exp([-0.1, 0.02])
     assert float(v) == pytest.approx((-s[0] + s[1]) / 2, rel=1e-6)
     np.testing.assert_allclose(grad[0], np.repeat([-s[0] / 4, s[1] / 6], [2, 3]), rtol=1e-5)
+
+
+def test_gspo_of_a_part_of_the_rows_is_that_parts_share():
+    """Rows on other devices have the completions with the lower numbers."""
+    options = LossOptions(algorithm="gspo-token")
+    rng = np.random.default_rng(0)
+    batch = make_batch([2, 3, 1, 4], [1.0, -1.0, 0.5, 2.0], width=12, old_logprobs=jnp.array(rng.normal(size=(1, 12))))
+    lp = batch.old_logprobs + 0.3 * jnp.array(rng.normal(size=(1, 12)))
+
+    def part(at):
+        cut = {name: jnp.asarray(x)[:, at] for name, x in vars(batch).items() if np.ndim(x) == 2}
+        return value(options, lp[:, at], replace(batch, **cut), Denominators(4.0, 10.0, 10.0))
+
+    whole = part(slice(None))
+    assert float(part(slice(0, 5)) + part(slice(5, 12))) == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_the_penalty_without_reference_logprobs_is_refused():

@@ -55,7 +55,9 @@ def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, ac
     def on_part(
         part: Part, x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
     ) -> jax.Array:
-        gate_up, down = part.gather(gate_up, "embed", 1), part.gather(down, "embed", 2)
+        # Gate and up as one axis: of arrays with four axes TPU sums the gradient whole on every device.
+        gate_up = part.gather(gate_up.reshape(*gate_up.shape[:2], -1), "embed", 1)
+        down = part.gather(down, "embed", 2)
         grouped = part.is_split("experts") and part.is_split("batch")
         if grouped:
             x, chosen, weights = (part.gather(a, "experts", 0) for a in (x, chosen, weights))
@@ -72,10 +74,10 @@ def apply_experts(spec: ModelSpec, p: Params, x: jax.Array, routing: Routing, ac
 def _own_experts(
     part: Part, x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, activation
 ) -> jax.Array:
-    """x (T, D), chosen and weights (T, A), gate_up (E, D, 2, F), down (E, F, D) of this part's experts -> (T, D)
+    """x (T, D), chosen and weights (T, A), gate_up (E, D, 2·F), down (E, F, D) of this part's experts -> (T, D)
     float32: what these experts add to each token."""
     (T, D), A = x.shape, chosen.shape[1]
-    E, _, _, F = gate_up.shape
+    E, F, _ = down.shape
     chosen = chosen.reshape(T * A)
     if part.is_split("experts"):
         own = chosen - part.index("experts") * E
@@ -87,7 +89,7 @@ def _own_experts(
     if part.is_split("experts"):  # what comes of a row in no group is undefined, forwards and backwards
         rows = jnp.where(here[order][:, None], rows, 0)
     grouped_dot = tpu.grouped_dot if platform() == "tpu" else jax.lax.ragged_dot
-    h = grouped_dot(rows, gate_up.reshape(E, D, 2 * F), sizes)
+    h = grouped_dot(rows, gate_up, sizes)
     h = activation(h[:, :F]) * h[:, F:]
     h = grouped_dot(h, down, sizes)
     # Back in the tokens' order, so that a token's experts are summed in one order, the most probable first.
@@ -120,6 +122,11 @@ def load_metrics(spec: ModelSpec, load: Load) -> dict[str, jax.Array]:
 def load_of(spec: ModelSpec, routing: Routing, counts: jax.Array) -> Load:
     """The Load (without the layer axis) of one layer; counts (T,) bool, True at the tokens that are counted."""
     assert spec.experts is not None
-    weight = jnp.broadcast_to(counts[:, None], routing.experts.shape).astype(jnp.float32)
-    tokens = jnp.zeros(spec.experts.num_experts, jnp.float32).at[routing.experts].add(weight)
+    num_experts = spec.experts.num_experts
+
+    def on_part(part: Part, experts: jax.Array, counts: jax.Array) -> jax.Array:
+        weight = jnp.broadcast_to(counts[:, None], experts.shape).astype(jnp.float32)
+        return part.sum(jnp.zeros(num_experts, jnp.float32).at[experts].add(weight), "batch")
+
+    tokens = per_device(on_part, [("batch",)] * 2, ())(routing.experts, counts)
     return Load(tokens, jnp.sum(jnp.where(counts, routing.entropy, 0.0)))

@@ -1,9 +1,9 @@
 """The update step: packed micro-batches in, new weights and metrics out.
 
-Gradients are summed over micro-batches (every loss share is already divided by the whole step's counts) and applied
-once. Copies of the weights (mesh axis `data`) each sum for themselves and exchange sums once an update. Per micro-
-batch there is one forward and one backward pass: no pass for old logprobs when there is one update per batch, none
-for a reference unless its logprobs are asked for (`logprobs`).
+Gradients are summed over micro-batches (every loss share is already divided by the whole step's counts) and
+applied once. Copies of the weights (mesh axis `data`) each sum for themselves and exchange sums once an update. Per
+micro-batch there is one forward and one backward pass: no pass for old logprobs when there is one update per batch,
+none for a reference unless its logprobs are asked for (`logprobs`).
 """
 
 from collections.abc import Callable, Sequence
