@@ -5,6 +5,8 @@
 mistakes show before gigabytes are read.
 """
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,10 +142,11 @@ def checkpoint_source(checkpoint: epath.Path) -> Path:
 
 
 def local_directory(source: epath.Path) -> Path:
-    """The directory itself, or a copy on this machine of one in an object store."""
+    """The directory itself, or a copy on this machine of one in an object store, which ends with this process."""
     if "://" not in str(source):
         return Path(source)
     local = Path(tempfile.mkdtemp(prefix="burnish-source-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
     for file in source.iterdir():
         file.copy(local / file.name)
     return local
