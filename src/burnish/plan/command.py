@@ -14,15 +14,19 @@ from rich.console import Console
 
 from burnish.config.schema import PlanConfig
 from burnish.errors import BurnishError
+from burnish.observe.files import is_local, write_whole
 from burnish.parallel import absent_tpu
 from burnish.plan.chips import Topology, parse_topology
+
+DOES_NOT_FIT = 3
+"""Exit status where the plan was made and the run does not fit; 1 and 2 are errors, as of every command."""
 
 _SPARSE_CORE_ALL_REDUCE = "xla_tpu_enable_sparse_core_collective_offload_all_reduce"
 
 
 def plan(cfg: PlanConfig) -> dict[str, Any]:
     """Make the plan, print it, write it where the options say, and return it as JSON-able values. Raises BurnishError
-    where it can not be made, and with status 1 where the run does not fit."""
+    where it can not be made, and with status DOES_NOT_FIT where the run does not fit."""
     topology = parse_topology(cfg.topology, max(1, cfg.dcn_data_parallelism))
     for name in ("json_file", "html_file"):
         _check_writable(name, getattr(cfg, name))
@@ -53,7 +57,7 @@ def plan(cfg: PlanConfig) -> dict[str, Any]:
         _write(cfg.html_file, report.as_html(made))
     if made.fits is False:
         hint = "" if cfg.search else "; search=true looks for settings that do"
-        raise BurnishError(f"the run does not fit {topology.describe()}{hint}", exit_code=1)
+        raise BurnishError(f"the run does not fit {topology.describe()}{hint}", exit_code=DOES_NOT_FIT)
     return result
 
 
@@ -90,7 +94,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _check_writable(name: str, path: str | None) -> None:
     """Before anything is compiled. An absent directory is made, as the write in the end would."""
-    if path is None:
+    if path is None or not is_local(path):
         return
     file = Path(path)
     try:
@@ -104,8 +108,7 @@ def _check_writable(name: str, path: str | None) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    file = Path(path)
     try:
-        file.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise BurnishError(f"{path}: cannot be written: {error.strerror}") from error
