@@ -184,6 +184,18 @@ def test_where_a_plan_can_not_be_written_is_said_before_anything_is_compiled(opt
         assert f"{option}={path}" in str(refusal.value)
 
 
+def test_a_run_that_does_not_fit_has_a_status_of_its_own_and_its_plan_is_written(small, tmp_path, monkeypatch):
+    _, plan = small
+    tight = dataclasses.replace(plan.topology, chip=dataclasses.replace(plan.topology.chip, memory=1000))
+    monkeypatch.setattr(make, "make_plan", lambda *_, **__: dataclasses.replace(plan, topology=tight))
+    monkeypatch.setattr(command, "prepare", lambda *_: None)  # it would settle how this process compiles
+    file = tmp_path / "of" / "plan.json"
+    with pytest.raises(BurnishError, match="does not fit") as refusal:
+        command.plan(load_config(PlanConfig, ["topology=cpu-1", *SMALL, f"json_file={file}"]))
+    assert refusal.value.exit_code == 3
+    assert json.loads(file.read_text())["fits"] is False
+
+
 def test_an_engine_that_can_not_be_planned_is_refused():
     with pytest.raises(BurnishError, match="rollout_engine=vllm: memory and time of vLLM are not known to plan"):
         load_config(PlanConfig, ["topology=v6e-8", "rollout_engine=vllm"])
