@@ -72,6 +72,8 @@ class Schedule:
         self.slots: list[Slot | None] = [None] * (self.num_lanes * self.width)
         self._sizes = list(group_sizes)
         self._started = [0] * len(group_sizes)
+        self._waiting = total
+        self._unseen = 0  # groups from here on have no lane yet; earlier ones that wait have one
         self._lanes: list[int | None] = [None] * self.num_lanes
 
     @property
@@ -82,7 +84,7 @@ class Schedule:
     @property
     def waiting(self) -> int:
         """Completions not yet started."""
-        return sum(self._sizes) - sum(self._started)
+        return self._waiting
 
     def admit(self) -> Admission:
         """Start waiting completions in free slots: first those whose prompt is in the slot's lane already,
@@ -136,9 +138,10 @@ class Schedule:
         return self.slots[lane * self.width : (lane + 1) * self.width]
 
     def _next_group(self) -> int:
-        waiting = [size - started for size, started in zip(self._sizes, self._started, strict=True)]
-        unseen = [g for g, count in enumerate(waiting) if count and g not in self._lanes]
-        return unseen[0] if unseen else max(range(len(waiting)), key=waiting.__getitem__)
+        if self._unseen < len(self._sizes):
+            self._unseen += 1
+            return self._unseen - 1
+        return max(range(len(self._sizes)), key=lambda group: self._sizes[group] - self._started[group])
 
     def _fill(self, lane: int) -> list[tuple[int, Slot]]:
         group = self._lanes[lane]
@@ -149,6 +152,7 @@ class Schedule:
             if self.slots[row] is None and self._started[group] < self._sizes[group]:
                 slot = Slot(group, self._started[group])
                 self._started[group] += 1
+                self._waiting -= 1
                 self.slots[row] = slot
                 filled.append((row, slot))
         return filled
