@@ -85,3 +85,8 @@ def test_programs_have_the_part_of_a_gpu_that_jax_takes(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "90%")
     with pytest.raises(PlanError, match="XLA_CLIENT_MEM_FRACTION=90%"):
         parse_topology("h100-8")
+
+
+def test_virtual_devices_have_no_slices():
+    with pytest.raises(PlanError, match="topology=cpu-8 with dcn_data_parallelism=2: virtual devices are of no slice"):
+        parse_topology("cpu-8", num_slices=2)

@@ -157,7 +157,7 @@ class PlanConfig(RunConfig):
     topology: str = option(
         ...,
         "Devices to plan for: chip and number (v6e-8), chip and shape of a slice (v6e:4x8), GPUs of one node (h100-8), "
-        "or virtual devices of this machine (cpu-8); with dcn_data_parallelism above 1, that many such slices",
+        "or virtual devices of this machine (cpu-8); with dcn_data_parallelism above 1, that many such slices of TPUs",
     )
     prompt_tokens: int | None = option(
         None,

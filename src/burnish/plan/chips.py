@@ -115,8 +115,13 @@ def parse_topology(text: str, num_slices: int = 1) -> Topology:
     if chip.platform == "cpu":
         if count is None or int(count) < 1:
             raise PlanError(f"topology={text}: virtual devices have no shape: write cpu-8 for eight of them")
-        _check_size(text, chip, int(count) * num_slices)
-        return Topology(chip, (), num_slices, int(count) * num_slices)
+        if num_slices > 1:
+            raise PlanError(
+                f"topology={text} with dcn_data_parallelism={num_slices}: virtual devices are of no slice; leave out "
+                "dcn_data_parallelism, or plan for a TPU topology"
+            )
+        _check_size(text, chip, int(count))
+        return Topology(chip, (), 1, int(count))
     if chip.platform == "gpu":
         if count is None or int(count) not in chip.shapes:
             known = ", ".join(f"{name}-{n}" for n in chip.shapes)
