@@ -25,6 +25,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in {OPTIONAL!r}]
 
 def test_every_module_imports_without_optional_packages():
     modules = [module.name for module in pkgutil.walk_packages(burnish.__path__, "burnish.")]
+    modules = [name for name in modules if not name.startswith("burnish.rollout.vllm.worker.")]  # vLLM's environment's
     assert len(modules) > 50
     done = subprocess.run([sys.executable, "-c", SCRIPT, *modules], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,12 @@
-"""`python handover_on_eight_devices.py FILE`: one layer out of a stack, from one mesh of 8 virtual devices to another:
-what arrives, how it is split, and the largest result of a collective. Written as JSON; XLA_FLAGS must ask for 8."""
+"""`python handover_on_eight_devices.py DIRECTORY`: one layer out of a stack, from one mesh of 8 virtual devices to
+another: what arrives, how it is split, and the largest result of a collective. Written as DIRECTORY/found.json; XLA_FLAGS
+must ask for 8."""
 
 import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +56,11 @@ def move(sizes, axes, shape):
     }
 
 
-def main(file):
+def main(directory):
     found = {
         move_name: {name: move(sizes, *array) for name, array in ARRAYS.items()} for move_name, sizes in MOVES.items()
     }
-    with open(file, "w") as f:
-        json.dump(found, f)
+    (Path(directory) / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

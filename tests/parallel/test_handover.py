@@ -1,13 +1,9 @@
 """Weights that are laid out anew on their devices: what arrives, and that no device receives more than it keeps."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes_of_a_run import FLAGS
+from virtual_devices import FLAGS, found_by
 
 PROGRAM = Path(__file__).with_name("handover_on_eight_devices.py")
 
@@ -15,15 +11,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_layer_goes_from_mesh_to_mesh_in_parts_no_larger_than_those_wanted(tmp_path):
-    file = tmp_path / "found.json"
-    run = subprocess.run(
-        [sys.executable, PROGRAM, file],
-        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {FLAGS}"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(file.read_text())
+    found = found_by(PROGRAM, tmp_path, 8, FLAGS)
+    del found["log"]
     for move, arrays in found.items():
         for name, array in arrays.items():
             assert array["equal"], (move, name)

@@ -77,12 +77,12 @@ def test_result_is_the_same_for_any_split_order_and_packing(algorithm, aggregati
     ways = {
         "2 micro-batches": pack(groups, advantages, valid, max_tokens=128),
         "4 micro-batches": pack(groups, advantages, valid, max_tokens=512, max_groups=1),
-        "8 micro-batches": pack(groups, advantages, valid, max_tokens=1, max_groups=1),
+        "5 micro-batches": pack(groups, advantages, valid, max_tokens=1, max_groups=1),  # as long as the longest needs
         "2 rows": pack(groups, advantages, valid, max_tokens=128, rows=2),
         "another order": pack(flipped, advantages[order][:, ::-1], valid[order][:, ::-1], max_tokens=512),
         "zeros kept": pack(groups, advantages, valid, max_tokens=512, keep_zero_advantages=True),
     }
-    assert len(ways["8 micro-batches"].micro_batches) >= 8
+    assert len(ways["5 micro-batches"].micro_batches) == 5
     for way, packed in ways.items():
         assert tiny_rl.largest_difference(gradient(updater, params, packed), expected) < 1e-5, way
 

@@ -138,7 +138,7 @@ def _deadline(cluster: Cluster) -> Iterator[None]:
 @contextmanager
 def others_needed() -> Iterator[None]:
     """Within it no process is left waiting for one that has failed. What fails in all of them alike goes its way. One
-    that fails alone tells the others why, and all end within FAIL_TOGETHER_SECONDS, whatever they wait for. Of one
+    that fails alone tells the others why, and all end within twice FAIL_TOGETHER_SECONDS, whatever they wait for. Of one
     that is gone without a word JAX says something at the next exchange, which becomes a ProcessError."""
     if jax.process_count() == 1:
         yield
@@ -203,10 +203,12 @@ def _failure() -> str | None:
 
 def _watch(over: Event) -> None:
     """Ends this process when another one has failed and it does not come to an error itself: it may be waiting for that
-    one in a program on its devices, which nothing interrupts."""
+    one in a program on its devices, which nothing interrupts. Process 0 goes after the one that has failed, which JAX
+    would abort."""
+    patience = FAIL_TOGETHER_SECONDS * (1.5 if jax.process_index() == 0 else 0.5)
     while not over.wait(WATCH_SECONDS):
         why = _failure()
-        if why and not over.wait(FAIL_TOGETHER_SECONDS / 2):
+        if why and not over.wait(patience):
             print(f"error: {_without_others(why)}", file=sys.stderr)
             _leave(ProcessError.exit_code)
 
