@@ -1,6 +1,6 @@
 """`python handover_on_eight_devices.py DIRECTORY`: one layer out of a stack, from one mesh of 8 virtual devices to
-another: what arrives, how it is split, and the largest result of a collective. Written as DIRECTORY/found.json; XLA_FLAGS
-must ask for 8."""
+another: what arrives, how it is split, and the largest result of a collective. Written as DIRECTORY/found.json;
+XLA_FLAGS must ask for 8."""
 
 import json
 import math

@@ -138,8 +138,8 @@ def _deadline(cluster: Cluster) -> Iterator[None]:
 @contextmanager
 def others_needed() -> Iterator[None]:
     """Within it no process is left waiting for one that has failed. What fails in all of them alike goes its way. One
-    that fails alone tells the others why, and all end within twice FAIL_TOGETHER_SECONDS, whatever they wait for. Of one
-    that is gone without a word JAX says something at the next exchange, which becomes a ProcessError."""
+    that fails alone tells the others why, and all end within twice FAIL_TOGETHER_SECONDS, whatever they wait for. Of
+    one that is gone without a word JAX says something at the next exchange, which becomes a ProcessError."""
     if jax.process_count() == 1:
         yield
         return
