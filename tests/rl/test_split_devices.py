@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_rl import SPEC
-from virtual_devices import found_by
+from virtual_devices import FLAGS, found_by
 
 from burnish.models.params import num_params
 
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("split_devices.py")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by(PROGRAM, tmp_path_factory.mktemp("split"), 8)
+    return found_by(PROGRAM, tmp_path_factory.mktemp("split"), 8, FLAGS)
 
 
 def test_on_policy_it_does_not_matter_whose_devices_they_are(found):
@@ -82,7 +82,7 @@ def test_an_array_that_is_not_what_was_sent_is_named(found, fault, words):
 
 def test_a_slice_of_32_under_one_controller_is_two_devices(found, tmp_path):
     """16 devices train a mixture of experts (2 × 4 × 2), 16 sample (4 × 4): the layout of a slice under Pathways."""
-    slice_, one_each = found_by(PROGRAM, tmp_path, 32), found["experts"]
+    slice_, one_each = found_by(PROGRAM, tmp_path, 32, FLAGS), found["experts"]
     assert "Devices: 16 train (fsdp 2 × expert 4 × tensor 2), 16 sample while the others train" in slice_["log"]
     assert slice_["ids"] == one_each["ids"]
     for a, b in zip(slice_["metrics"], one_each["metrics"], strict=True):
